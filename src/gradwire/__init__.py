@@ -46,7 +46,7 @@ from gradwire.rpc.api import (
     shutdown,
 )
 from gradwire.rpc.calls.futures import Future
-from gradwire.rpc.codec.user_codecs import register_codec
+from gradwire.rpc.codec.named_types import register_codec
 from gradwire.rpc.expose.async_execution import async_execution
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.retry import idempotent, retrying

@@ -12,23 +12,15 @@ from gradwire.errors import GradwireError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="gradwire", description="one autograd graph, many workers"
-    )
+    parser = argparse.ArgumentParser("gradwire", description="one autograd graph, many workers")
     commands = parser.add_subparsers(dest="command", required=True)
-    certs = commands.add_parser("certs", help="make the certificates of workers")
-    certs.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory")
-    certs.add_argument(
-        "--workers", required=True, metavar="NAME,…", help="names, one certificate each"
-    )
-    certs.add_argument("--days", type=float, default=30, help="validity (default: 30)")
-    certs.add_argument("--renew", action="store_true", help="replace existing certificates")
-    certs.add_argument(
-        "--authority-key",
-        type=Path,
-        metavar="FILE",
-        help="the authority's key, if it is not in DIR",
-    )
+    add = commands.add_parser("certs", help="make the certificates of workers").add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="output directory")
+    add("--workers", required=True, metavar="NAME,…", help="names, one certificate each")
+    add("--days", type=float, default=30, help="validity (default: 30)")
+    add("--renew", action="store_true", help="replace existing certificates")
+    key_help = "the authority's key, if it is not in DIR"
+    add("--authority-key", type=Path, metavar="FILE", help=key_help)
     options = parser.parse_args(arguments)
     try:
         _certs(options)

@@ -1,8 +1,8 @@
 """What the running code belongs to: its worker, deadline, request, context, and the user's line.
 
 One context variable holds all of it. A worker sets it around each function that it runs. Code
-outside of any worker's scope finds the default of the process, which `init_rpc` sets; a process
-that hosts many workers has none. autograd/scope.py enters and leaves contexts.
+outside of that finds the default of the process, which `init_rpc` sets; a process that hosts many
+workers has none. autograd/scope.py enters and leaves contexts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar, final
 import torch
 
 from gradwire.errors import UsageError
+from gradwire.threads import FORKED
 
 T = TypeVar("T")
 
@@ -30,10 +31,6 @@ or None, the run of an activation checkpoint (rpc/recompute) or None, and the en
 (autograd/scope.py) or None. A plain tuple: one is made for each call served.
 """
 
-_LOADER = (
-    "a DataLoader's workers are processes of their own: make the calls in the process that "
-    "iterates over it, as with num_workers=0"
-)
 _current: ContextVar[Current] = ContextVar("gradwire", default=(None, math.inf, None, None, None))
 
 # hot: each call, so these are not Python functions
@@ -60,37 +57,34 @@ class CurrentWorker:
 
     def __init__(self) -> None:
         self._default: Any = None
-        self._is_forked = False
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
+        self.is_forked = False
+        """until a worker is made in this process, what is found here is its parent's"""
+        os.register_at_fork(after_in_child=self._forked)
 
     def find(self) -> Any:  # noqa: ANN401
-        """The worker; UsageError if there is none.
-
-        hot: each call
-        """
+        """The worker; UsageError if there is none. hot: each call"""
         found = _current.get()[0]
         if found is None:
             found = self._default
         if found is None:
-            raise UsageError(
-                "no worker is running here: RPC has not been initialized",
-                hint=_LOADER
-                if _is_data_loader()
-                else "call init_rpc() first, or run inside gradwire.run() or testing.cluster()",
+            why = "no worker is running here: RPC has not been initialized"
+            hint = "call init_rpc() first, or run inside gradwire.run() or testing.cluster()"
+        elif self.is_forked:
+            why = FORKED
+            hint = "start processes by spawn, and call init_rpc() in each that is to be a worker"
+        else:
+            return found
+        data = sys.modules.get("torch.utils.data")
+        if data is not None and data.get_worker_info() is not None:
+            hint = (
+                "a DataLoader's workers are processes of their own: make the calls in the process "
+                "that iterates over it, as with num_workers=0"
             )
-        if self._is_forked:
-            raise UsageError(
-                "this process was forked from a worker, whose threads and connections it lacks",
-                hint=_LOADER
-                if _is_data_loader()
-                else "start processes by spawn, and call init_rpc() in each that is to be a worker",
-            )
-        return found
+        raise UsageError(why, hint=hint)
 
     def maybe_find(self) -> Any:  # noqa: ANN401
         """The worker, or None if this process has none."""
-        if self._is_forked:
+        if self.is_forked:
             return None
         found = _current.get()[0]
         return self._default if found is None else found
@@ -102,19 +96,15 @@ class CurrentWorker:
     def set_default(self, worker: object) -> None:
         """Set what code outside of any worker's scope finds."""
         self._default = worker
-        self.clear_forked()
-
-    def clear_forked(self) -> None:
-        """A worker was made in this process, so what is found here is no longer its parent's."""
-        self._is_forked = False
+        self.is_forked = False
 
     def _forked(self) -> None:
-        self._is_forked = True
+        self.is_forked = True
 
     @contextmanager
     def use(self, worker: object) -> Iterator[None]:
         """Code in the block belongs to this worker."""
-        self.clear_forked()
+        self.is_forked = False
         _, *rest = _current.get()
         token = _current.set((worker, *rest))
         try:
@@ -130,14 +120,7 @@ current_worker = CurrentWorker()
 class ProcessValue(Generic[T]):
     """A value that a process has once, whatever its workers; None until it is set."""
 
-    def __init__(self) -> None:
-        self.value: T | None = None
-
-
-def _is_data_loader() -> bool:
-    """Whether this is a process that a torch DataLoader has started."""
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None
+    value: T | None = None
 
 
 # -- the line of the user's program that has called into gradwire
@@ -149,8 +132,8 @@ _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch._
 def user_level(frame: FrameType) -> int:
     """How many frames above this one the user's code is.
 
-    Torch's frames are skipped too: a module is called through `Module.__call__`, and Python shows a
-    warning once for each line, so all modules of a program would share one warning.
+    Torch's frames are skipped too: Python shows a warning once for each line, so all modules of a
+    program would share the one at the line in `Module.__call__`.
     """
     level, above = 0, frame
     while above.f_back is not None and above.f_code.co_filename.startswith(_LIBRARIES):
@@ -167,8 +150,7 @@ def user_line() -> tuple[str, int]:
     """The file and line of the user's code that runs now, if any. hot: each message with a graph"""
     frame = sys._getframe(1)
     while (name := frame.f_code.co_filename) in _library_files or name.startswith(_LIBRARIES):
-        if name not in _library_files:
-            _library_files.add(name)
+        _library_files.add(name)
         if frame.f_back is None:
             return NO_LINE
         frame = frame.f_back

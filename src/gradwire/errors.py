@@ -34,8 +34,7 @@ class GradwireError(RuntimeError):
     """The base class. `hint` says what to do about the error.
 
     If it is about another worker, `peer` is its name, `link` its address, and `phase` the operation
-    that failed: connect, call, forward, backward, step, commit or shutdown. They are empty if they
-    are not known.
+    that failed: connect, call, forward, backward, step, commit or shutdown; empty if not known.
     """
 
     peer = link = phase = ""
@@ -83,8 +82,7 @@ class NotSerializable(UsageError):
         return NotSerializable(self.message, place=step + self.place, hint=self.hint)
 
     def __str__(self) -> str:
-        text = f"{self.place}: {self.message}" if self.place else self.message
-        return text if self.hint is None else f"{text}\nhint: {self.hint}"
+        return f"{self.place}: {super().__str__()}" if self.place else super().__str__()
 
 
 class ContextClosed(UsageError):

@@ -33,24 +33,21 @@ class Events:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._listeners: tuple[Callable[[Event], None], ...] = ()
-        self.are_heard = False
-        """whether there are listeners; hot paths check it before they make an event"""
+        self.listeners: tuple[Callable[[Event], None], ...] = ()
+        """hot paths check it before they make an event"""
 
     def emit(self, what: str, id: object, peer: str | None = None) -> None:
         """Pass an event to every listener."""
-        if self._listeners:
+        if self.listeners:
             event = Event(self._worker, what, str(id), peer)
-            for listener in self._listeners:
+            for listener in self.listeners:
                 listener(event)
 
     @contextmanager
     def subscribe(self, listener: Callable[[Event], None]) -> Iterator[None]:
         """Call `listener` with every event inside the block, on the thread where it happens."""
-        self._listeners += (listener,)
-        self.are_heard = True
+        self.listeners += (listener,)
         try:
             yield
         finally:
-            self._listeners = tuple(heard for heard in self._listeners if heard is not listener)
-            self.are_heard = bool(self._listeners)
+            self.listeners = tuple(each for each in self.listeners if each is not listener)

@@ -1,4 +1,4 @@
-"""Ids of workers, calls, edges, passes, references and contexts, with their printed forms.
+"""Ids of workers, calls, edges, passes, references, steps and contexts, and how they are printed.
 
 A worker is identified by its number (its rank) on the wire and by its name in texts. Every other id
 is a pair: the worker that made it, and a counter of that worker. Contexts are plain ints, as in
@@ -21,8 +21,13 @@ LAST_INCARNATION = (1 << _CONTEXT_SHIFT - _INCARNATION_SHIFT) - 1
 
 
 class _Counted(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Printed as the first letter of its kind, its worker and its number: e1.0 is an EdgeId."""
+
     worker: WorkerId
     n: int
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__[0].lower()}{self.worker}.{self.n}"
 
 
 class CallId(_Counted, frozen=True, order=True, array_like=True):
@@ -35,29 +40,21 @@ class CallId(_Counted, frozen=True, order=True, array_like=True):
 class EdgeId(_Counted, frozen=True, order=True, array_like=True):
     """One edge of the graph from a worker to another, numbered by the sender."""
 
-    def __str__(self) -> str:
-        return f"e{self.worker}.{self.n}"
-
 
 class PassId(_Counted, frozen=True, order=True, array_like=True):
     """One backward pass, numbered by the worker that started it."""
-
-    def __str__(self) -> str:
-        return f"p{self.worker}.{self.n}"
 
 
 class RefId(_Counted, frozen=True, order=True, array_like=True):
     """One value that references point to."""
 
-    def __str__(self) -> str:
-        return f"r{self.worker}.{self.n}"
-
 
 class ForkId(_Counted, frozen=True, order=True, array_like=True):
     """One copy of a reference, held by one worker."""
 
-    def __str__(self) -> str:
-        return f"f{self.worker}.{self.n}"
+
+class StepId(_Counted, frozen=True, order=True, array_like=True):
+    """One step of an optimizer, numbered by the worker that asked for it."""
 
 
 def first_of(incarnation: int) -> int:
@@ -68,11 +65,6 @@ def first_of(incarnation: int) -> int:
 def context_id(worker: WorkerId, n: int) -> ContextId:
     """The id of a worker's n-th context."""
     return worker << _CONTEXT_SHIFT | n
-
-
-def last_context_id(worker: WorkerId) -> ContextId:
-    """The greatest id that a context of this worker can have."""
-    return context_id(worker, (1 << _CONTEXT_SHIFT) - 1)
 
 
 def opener_of(context: ContextId) -> WorkerId:

@@ -16,8 +16,8 @@ from gradwire.errors import UsageError
 from gradwire.ids import LAST_INCARNATION
 
 FOREVER = 1e9
-"""Seconds that mean no deadline: longer than any program runs, and short enough for the waits of
-Python and of the kernel not to overflow. Only the loss of the peer ends such a wait.
+"""Seconds that mean no deadline: no wait of Python or of the kernel overflows. Only the loss of the
+peer ends such a wait.
 """
 
 
@@ -50,9 +50,7 @@ class Timeouts:
     backward: float = 300.0
     """until a whole backward pass is over; also limits the passes of other workers here"""
     step: float = 60.0
-    """until every owner of an optimizer's parameters has taken one step; also limits the steps of
-    other workers here
-    """
+    """until every owner of parameters has stepped; also limits the steps of other workers here"""
     shutdown: float = 60.0
     """until all have left, once every worker has called shutdown() or is lost"""
     stall: float = 15.0
@@ -60,9 +58,7 @@ class Timeouts:
     suspect: float = 5.0
     """of silence from a connected peer, before the log and errors mention it"""
     dead: float = 15.0
-    """of silence, before a peer counts as lost: longer than any of its calls into C that hold the
-    interpreter lock
-    """
+    """of silence, before a peer counts as lost: longer than its calls into C that hold the GIL"""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -121,10 +117,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """The certificate, key and authority of a worker: three files in PEM format.
-
-    `gradwire certs` makes them.
-    """
+    """Three files in PEM format that `gradwire certs` makes."""
 
     certificate: str
     """of this worker, issued for the name that it joins with"""
@@ -148,9 +141,7 @@ class Options:
     init_method: str = "env://"
     """where workers find each other: env://, tcp://host:port or file:///path"""
     incarnation: int = 0
-    """how often this worker of a closed world was restarted, under its name and rank, while the
-    others kept running; `run(restarts=…)` sets it, other launchers must
-    """
+    """restarts of this worker of a closed world; `run(restarts=…)` sets it, other launchers must"""
     is_open: bool = False
     """workers come and go, and WORLD_SIZE is ignored; also the case if no world size is given"""
     listen: str = "auto"
@@ -158,9 +149,7 @@ class Options:
     machine, else the local address on the route to the rendezvous host
     """
     tls: Tls | None = None
-    """certificates for TLS between machines; by default those that GRADWIRE_TLS_CERT,
-    GRADWIRE_TLS_KEY and GRADWIRE_TLS_CA name, if they are set
-    """
+    """for TLS between machines; by default GRADWIRE_TLS_CERT, GRADWIRE_TLS_KEY, GRADWIRE_TLS_CA"""
     shared_memory: bool = True
     """send large tensors between workers of this machine through memory that both can write to"""
     secret: str | None = None
@@ -173,9 +162,7 @@ class Options:
     checksum: bool = False
     """add a checksum to the tensors that this worker sends; messages always have one"""
     pickle: bool = False
-    """pickle what is not plain data, between workers that all set this; a peer that sends pickles
-    can run any code here
-    """
+    """pickle what is not plain data, if all workers set this: a peer can run any code here then"""
     threads: int = 64
     """user functions that may run at a time; those waiting for a nested call do not count"""
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -190,17 +177,9 @@ class Options:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class RankAndSize:
-    """The rank and world size that a launcher has set, if any."""
-
-    rank: int | None
-    world_size: int | None
-
-
-def rank_from_environment() -> RankAndSize:
+def rank_and_size_from_environment() -> tuple[int | None, int | None]:
     """RANK and WORLD_SIZE, as torchrun sets them."""
-    return RankAndSize(_maybe_int("RANK"), _maybe_int("WORLD_SIZE"))
+    return _maybe_int("RANK"), _maybe_int("WORLD_SIZE")
 
 
 def tls_from_environment() -> Tls | None:
@@ -225,34 +204,20 @@ class _SecretVariables(NamedTuple):
 
 
 SECRET_VARIABLES = _SecretVariables("GRADWIRE_SECRET_FILE", "GRADWIRE_SECRET_FD", "GRADWIRE_SECRET")
-_INSECURE = "GRADWIRE_INSECURE"
 
 
-@dataclass(frozen=True, slots=True)
-class SecretSource:
-    """Where the environment says that the secret is; at most one should be set."""
-
-    file: str | None
-    descriptor: int | None
-    text: str | None = field(repr=False)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether any is set."""
-        return (self.file, self.descriptor, self.text) != (None, None, None)
-
-
-def secret_from_environment() -> SecretSource:
-    """See `Options.secret`. The variables stay set, for other workers of the process."""
-    file, descriptor, text = (os.environ.get(name) or None for name in SECRET_VARIABLES)
-    if descriptor is not None and not descriptor.isdecimal():  # it may be the secret: not shown
-        raise UsageError(f"the environment variable {SECRET_VARIABLES.descriptor} is not a number")
-    return SecretSource(file, None if descriptor is None else int(descriptor), text)
+def secret_from_environment() -> dict[str, str]:
+    """Those of SECRET_VARIABLES that are set; they stay set, for other workers of the process."""
+    found = {name: value for name in SECRET_VARIABLES if (value := os.environ.get(name))}
+    descriptor = SECRET_VARIABLES.descriptor
+    if not found.get(descriptor, "0").isdecimal():  # it may be the secret: not shown
+        raise UsageError(f"the environment variable {descriptor} is not a number")
+    return found
 
 
 def is_insecure_by_environment() -> bool:
     """GRADWIRE_INSECURE=1, for programs that cannot pass `Options.insecure`."""
-    return os.environ.get(_INSECURE) == "1"
+    return os.environ.get("GRADWIRE_INSECURE") == "1"
 
 
 def faults_from_environment() -> str:
@@ -283,11 +248,8 @@ def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | N
         rank = _maybe_int("RANK")
     if rank is None or (rank == 0 and not by_agent):  # without a rank torch refuses, at once
         return None
-    if from_environment:
-        host, port = os.environ.get("MASTER_ADDR", ""), _maybe_int("MASTER_PORT")
-    else:
-        url = urlparse(init_method)
-        host, port = url.hostname or "", url.port
+    host = rendezvous_host(init_method)
+    port = _maybe_int("MASTER_PORT") if from_environment else urlparse(init_method).port
     return (host, port) if host and port else None
 
 

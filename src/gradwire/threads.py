@@ -1,29 +1,26 @@
 """How gradwire starts threads, which locks forbid a thread to wait, and what a fork leaves behind.
 
 Note [Starting a thread]: the garbage collector may run the user's finalizers on a thread that has
-just started, before the thread does any work of gradwire, and such a finalizer may make a call.
-`Thread.start` waits for the new thread meanwhile. Both can deadlock: the starting thread may hold a
-lock that the finalizer's call needs, and the call may need the work that the new thread was started
-for. So the collector is off from before the start until the new thread has recorded its duty (what
-it does for other threads), which takes some microseconds.
-
-If a finalizer makes a call on a thread that has a duty, another thread takes over the duty before
-the call waits: see `ChannelReaders.wait`.
+just started, before any work of gradwire, and such a finalizer may make a call. `Thread.start`
+waits for the new thread meanwhile. Both can deadlock: the starting thread may hold a lock that the
+call needs, and the call may need the work that the new thread was started for. So the collector is
+off from before the start until the new thread has recorded its duty (what it does for other
+threads). If a finalizer makes a call on a thread that has a duty, another thread takes over the
+duty before the call waits: see `ChannelReaders.wait`.
 
 Note [Waiting with a lock]: a thread that holds a lock may be interrupted by a finalizer or a signal
 handler that makes a call. If the call waited, no other thread could take the lock, and the answer
 might need it. So `check_may_wait` refuses the call. See docs/threads.md, Rules.
 
 Note [One step of the interpreter]: tables that every call uses have no lock, because a finalizer
-that interrupts the holder of a lock can make no call. They rely on the GIL instead: one method of a
-builtin container (`list.pop`, `dict.pop`, `set.add`) is not interrupted by another thread or a
-finalizer, and other threads see the writes of a thread in the order in which it made them. So
-`check_gil` refuses to open a worker without the GIL.
+that interrupts the holder of a lock can make no call. They rely on the GIL (`check_gil`): one
+method of a builtin container (`list.pop`, `dict.pop`, `set.add`) is not interrupted by another
+thread or a finalizer, and other threads see the writes of a thread in the order it made them.
 
-Note [After a fork]: a forked process shares its parent's connections. If it sent, read or shut
-down, it would do so on its parent's connection. It has none of the threads that use them, and any
-lock may have been held at that moment. So each owner of a descriptor closes its copy, which the
-parent does not notice. If the parent dies, its peers see the end only once every copy is closed.
+Note [After a fork]: a forked process shares its parent's connections, has none of the threads that
+use them, and any lock may have been held at that moment. So it sends, reads and shuts down nothing:
+each owner of a descriptor closes its copy, which the parent does not notice. If the parent dies,
+its peers see the end only once every copy is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from operator import call
+from operator import call, methodcaller
 from typing import Any, Final, Protocol, cast, final
 from weakref import WeakSet
 
@@ -58,31 +55,30 @@ class Duty(Protocol):
         """Whether another thread can take its place."""
 
     def hand_over(self, channel: object, /) -> Undo | None:
-        """The calling thread is about to wait for a message on this channel: replace it.
+        """Replace the calling thread, which is about to wait for a message on this channel.
 
         Returns what to call when the thread continues, if anything.
         """
 
 
 @final
-class Irreplaceable:
-    """The duty of a thread that no other can replace: a finalizer on it may not wait."""
-
+class _Irreplaceable:
     may_wait = False
 
     def hand_over(self, _: object, /) -> None:
         """Not called, as the thread does not wait."""
 
 
-IRREPLACEABLE = Irreplaceable()
+IRREPLACEABLE = _Irreplaceable()
+"""The duty of a thread that no other can replace: a finalizer on it may not wait."""
 
 
 @contextmanager
 def needed_by_others() -> Iterator[None]:
     """A finalizer or a signal handler that interrupts the block may not wait.
 
-    The block holds a lock that is not among `WorkerLocks`, or leaves something half done without
-    which an answer would not be read. Thread.start inside of it waits, so handlers often come.
+    The block holds a lock that is not among `WorkerLocks`, or leaves half done what an answer needs
+    to be read. Thread.start inside of it waits, so handlers often come.
     """
     before, mine.duty = mine.duty, IRREPLACEABLE
     try:
@@ -92,23 +88,20 @@ def needed_by_others() -> Iterator[None]:
 
 
 class _CurrentDuty(threading.local):
-    """The duty of each thread, for all workers of the process."""
-
     duty: Duty | None = None
 
 
 mine = _CurrentDuty()
+"""The duty of this thread, for all workers of the process."""
 
 
 @final
 class _CollectorSwitch:
-    """Keeps Python's garbage collector off while any thread starts.
-
-    There is no lock: each change of the list is one step for the interpreter.
-    """
+    """Keeps Python's garbage collector off while any thread starts."""
 
     def __init__(self) -> None:
         self._starts: list[None] = []
+        """No lock: each change of it is one step for the interpreter."""
         self._is_off = False
         """by this class; if the user has switched it off, it stays off"""
 
@@ -170,11 +163,8 @@ class _DutyThread(threading.Thread):
         main()
 
 
-class Spawn(Protocol):
-    """Starts a thread of a worker."""
-
-    def __call__(self, what: str, target: Callable[[], None], duty: Duty | None = None) -> None:
-        """Start `target` on a thread whose name says what it does."""
+Spawn = Callable[[str, Callable[[], None], Duty | None], None]
+"""`Threads.spawn` of a worker."""
 
 
 def thread(name: str, target: Callable[[], None], duty: Duty | None = None) -> threading.Thread:
@@ -189,9 +179,8 @@ class Threads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._alive: set[threading.Thread] = set()
-        """No lock: each use of it is one step. To start a thread takes a lock of Python's own, and
-        a finalizer that interrupts its holder may wait for any lock that we would hold meanwhile.
-        """
+        # No lock: each use of it is one step. To start a thread takes a lock of Python's own, and
+        # a finalizer that interrupts its holder may wait for any lock that we would hold meanwhile.
 
     def spawn(self, what: str, target: Callable[[], None], duty: Duty | None = None) -> None:
         """Start `target` on a thread whose name says what it does."""
@@ -220,6 +209,7 @@ class Threads:
 # -- locks
 
 _NEVER = object()
+_is_mine: Callable[[threading.RLock], bool] = methodcaller("_is_owned")
 
 
 def taking(lock: threading.Lock) -> Iterator[bool]:
@@ -266,10 +256,7 @@ def check_gil() -> None:
 
 
 def check_may_wait(what: str) -> None:
-    """UsageError if the calling thread holds a lock, or has a duty that no other can take over.
-
-    hot: each request, and each wait that lasts
-    """
+    """UsageError if this thread holds a lock or is irreplaceable. hot: each request, each wait"""
     duty = mine.duty
     if duty is not None and not duty.may_wait:
         raise UsageError(
@@ -277,9 +264,10 @@ def check_may_wait(what: str) -> None:
             hint=MAKE_IT_ELSEWHERE,
         )
     if any(map(call, _is_owned)):  # a loop in C: one step of the interpreter for all locks
+        held = (each.name for each in list(_all_locks) if any(map(_is_mine, each.locks)))
         raise UsageError(
             f"{what} was asked for by a finalizer or a signal handler which interrupts "
-            f"{_owner_of_held_lock()} while it holds a lock",
+            f"{next(held, 'Python')} while it holds a lock",
             hint=MAKE_IT_ELSEWHERE,
         )
 
@@ -296,16 +284,6 @@ def _list_locks() -> None:
     if _python_lock is not None and hasattr(_python_lock, "_is_owned"):
         locks.append(_python_lock)
     _is_owned = tuple(cast(Any, lock)._is_owned for lock in locks)
-
-
-def _owner_of_held_lock() -> str:
-    """The worker whose lock this thread holds."""
-    owners = (
-        each.name
-        for each in list(_all_locks)
-        if any(cast(Any, lock)._is_owned() for lock in each.locks)
-    )
-    return next(owners, "Python")
 
 
 # -- forks
@@ -329,9 +307,8 @@ def call_after_fork(thing: Inherited) -> None:
 def renew_after_fork(*locks: threading.RLock) -> None:
     """In a forked process: free the locks of other threads; this thread releases its own."""
     for lock in locks:
-        inner = cast(Any, lock)
-        if not inner._is_owned():
-            inner._at_fork_reinit()
+        if not _is_mine(lock):
+            cast(Any, lock)._at_fork_reinit()
 
 
 def _forked() -> None:
@@ -341,5 +318,4 @@ def _forked() -> None:
             thing.forked()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)

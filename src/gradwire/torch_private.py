@@ -1,4 +1,4 @@
-"""The private names of torch that the autograd layer uses, and a check of all that gradwire uses.
+"""Private names of torch that several layers use, and a check of all that gradwire uses.
 
 They were tried on torch 2.11 to 2.13. A torch that lacks one is refused at import, by name, before
 a backward can fail because of it.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any, cast
 
 import torch
@@ -78,6 +79,7 @@ if lacking := missing_names():
 
 _C: Any = torch._C
 _execution_engine: Any = cast(Any, Variable)._execution_engine
+_run_backward = partial(_execution_engine.run_backward, allow_unreachable=True)
 _profiler_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
 
 AccumulateGrad: type[Node] = _C._functions.AccumulateGrad
@@ -91,20 +93,18 @@ keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_grap
 is_inside_transform: Callable[[], bool] = _C._are_functorch_transforms_active
 """Whether this code runs inside vmap, grad or another transform of torch.func."""
 when_run_ends: Callable[[Callable[[], None]], None] = _execution_engine.queue_callback
-"""Call back after the current run has succeeded, before its `backward()` returns. If the run fails,
-the engine drops the callback without calling it, at once.
+"""Call back after the current run has succeeded, before its `backward()` returns; if it fails, the
+engine drops the callback at once.
 """
 is_checkpoint_valid: Callable[[], bool] = _execution_engine.is_checkpoint_valid
-"""Whether torch lets a reentrant checkpoint run in the current run of this thread: not inside
-grad() and backward(inputs=…), nor in a backward inside these, as it would add to other leaves.
+"""Whether torch lets a reentrant checkpoint run in the current run: not in grad() or
+backward(inputs=…), nor in a backward inside these, as it would add to other leaves.
 """
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch may see what this thread does. hot: both ends of each call
-
-    One that watches all threads says so to the process, an older one to its own thread only.
-    """
+    """Whether a profiler of torch may see what this thread does. hot: both ends of each call"""
+    # One that watches all threads says so to the process, an older one to its own thread only.
     return profiler._is_profiler_enabled or _profiler_enabled()
 
 
@@ -130,35 +130,33 @@ def run_engine(
     retain_graph: bool,
     create_graph: bool,
 ) -> None:
-    """`torch.autograd.backward`, or with inputs `grad`, without the checks of its arguments.
-
-    hot: these take longer than a small run
-    """
+    """`torch.autograd.backward`, or with inputs `grad`. hot: their checks exceed a small run"""
     if is_inside_transform():
         torch.autograd.backward(roots)  # raises that it cannot be used there
-    _execution_engine.run_backward(
-        roots,
-        gradients,
-        retain_graph,
-        create_graph,
-        inputs or (),
-        allow_unreachable=True,
-        accumulate_grad=inputs is None,
+    _run_backward(
+        roots, gradients, retain_graph, create_graph, inputs or (), accumulate_grad=inputs is None
     )
 
 
-def wrap_runs(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
+def wrap_runs(
+    run: Callable[[Callable[..., Any], Any, Any, Any], Any], callback_queued: Callable[[], None]
+) -> None:
     """From now on call `run` for each engine run that Python code starts.
 
-    Its arguments are a function that starts the run, the roots, and the other arguments. This works
-    because all of torch's Python code looks up the engine object anew for each run. `run_engine`
-    does not go through it.
+    Its arguments are a function that starts the run, the roots, and the other arguments.
+    `callback_queued` is called before Python code queues a callback. This works because all of
+    torch's Python code looks up the engine object anew each time. `run_engine` and `when_run_ends`
+    do not go through it.
     """
     start = cast(Any, Variable)._execution_engine.run_backward
 
     class Engine(type(_execution_engine)):  # type: ignore[misc]
         def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             return run(start, tensors, args, kwargs)
+
+        def queue_callback(self, callback: Callable[[], None]) -> None:
+            callback_queued()
+            when_run_ends(callback)
 
     cast(Any, Variable)._execution_engine = Engine()
 
@@ -175,9 +173,8 @@ def root_nodes(roots: object) -> list[Node]:
     return [node for node in nodes if node is not None]
 
 
-def sequence_number(node: Node) -> int:
-    """The node's place in the engine's queue: of the ready nodes, the highest runs first."""
-    return node._sequence_nr()
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""A node's place in the engine's queue: of the ready nodes, the highest runs first."""
 
 
 def set_sequence_number(node: Node, number: int) -> None:
@@ -225,15 +222,48 @@ def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
 
 
+def accumulator_of(leaf: torch.Tensor) -> object:
+    """The node that adds to the gradient of a leaf; None if the leaf requires no gradient."""
+    with torch.enable_grad(), _C.DisableTorchFunctionSubclass():
+        node = with_accumulator(leaf).grad_fn
+        return None if node is None else node.next_functions[0][0]
+
+
+use_count: Callable[[torch.Tensor], int] = cast(Any, torch.Tensor)._use_count
+"""How many references there are to a tensor, of its Python object, of nodes and of operators."""
+
+
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors use this storage, plus one for its own Python object."""
+    return cast(int, _C._storage_Use_Count(storage._cdata))
+
+
+def is_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
+    """Whether a tensor uses this storage."""
+    return bool(tensor.untyped_storage()._cdata == storage._cdata)
+
+
+def same_over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of `storage` with the layout of `tensor`; for a subclass of Tensor, a clone of it."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.clone()
+    offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+    same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    same.set_(storage, offset, size, stride)
+    if tensor.is_conj():
+        same = same.conj()
+    return torch._neg_view(same) if tensor.is_neg() else same
+
+
 def backward_class(function: type[torch.autograd.Function]) -> type[Node]:
     """The class of the nodes that a Function makes."""
     return cast(type[Node], cast(Any, function)._backward_cls)
 
 
 def applying(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its checks, for a Function whose inputs after the first are tensors.
+    """`function.apply` without its checks. hot: twice for each crossing
 
-    hot: twice for each crossing
+    Only for a Function whose inputs after the first are tensors.
     """
     unwrap_if_dead = _C._functorch.unwrap_if_dead
     at_once: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
@@ -263,12 +293,9 @@ DDP_SINK = backward_class(_DDPSink)
 """The node that DDP adds behind a module that may not use all of its parameters."""
 
 
-_is_any_autocast: Callable[[], bool] = cast(Any, torch._C)._is_any_autocast_enabled
-
-
 def has_modes() -> bool:
     """Whether anomaly mode is on, or autocast for any kind of device. hot: each call and pass"""
-    return _is_any_autocast() or torch.is_anomaly_enabled()
+    return _C._is_any_autocast_enabled() or torch.is_anomaly_enabled()
 
 
 def is_recording() -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.autograd.anomaly import CHECKS_NAN, OFF, ON, current_mode, detecting, under
+from gradwire.autograd.modes import CHECKS_NAN, OFF, ON, current_anomaly, detecting, under
 from gradwire.testing import cluster
 
 HERE = sys.modules[__name__]
@@ -24,8 +24,8 @@ def off_again():
 def test_it_is_on_in_the_block_and_then_as_it_was():
     for mode in (OFF, ON, CHECKS_NAN):
         with under(mode):
-            assert current_mode() == mode
-        assert current_mode() == OFF
+            assert current_anomaly() == mode
+        assert current_anomaly() == OFF
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -33,20 +33,20 @@ def test_two_that_overlap_leave_in_any_order(first):
     blocks = [under(ON), under(CHECKS_NAN)]
     for block in blocks:
         block.__enter__()
-    assert current_mode() == CHECKS_NAN
+    assert current_anomaly() == CHECKS_NAN
 
     blocks[first].__exit__(None, None, None)
-    assert current_mode() == [CHECKS_NAN, ON][first]
+    assert current_anomaly() == [CHECKS_NAN, ON][first]
 
     blocks[1 - first].__exit__(None, None, None)
-    assert current_mode() == OFF
+    assert current_anomaly() == OFF
 
 
 def test_what_the_program_itself_has_set_stays():
     with torch.autograd.set_detect_anomaly(True):
         with under(ON):
-            assert current_mode() == CHECKS_NAN
-        assert current_mode() == CHECKS_NAN
+            assert current_anomaly() == CHECKS_NAN
+        assert current_anomaly() == CHECKS_NAN
 
 
 def test_what_the_program_has_switched_off_meanwhile_stays_off():
@@ -54,7 +54,7 @@ def test_what_the_program_has_switched_off_meanwhile_stays_off():
     with under(CHECKS_NAN):
         own.__exit__(None, None, None)
 
-    assert current_mode() == OFF
+    assert current_anomaly() == OFF
 
 
 def test_an_operator_whose_forward_was_not_watched_is_named_without_a_line():
@@ -82,7 +82,7 @@ def test_a_run_that_ends_well_is_as_without():
 
 
 def modes():
-    return current_mode(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return current_anomaly(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("grad", [True, False])

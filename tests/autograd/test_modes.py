@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.autograd.anomaly import CHECKS_NAN, OFF
-from gradwire.autograd.modes import Modes, current_modes, in_modes
+from gradwire.autograd.modes import CHECKS_NAN, OFF, Modes, current_modes, in_modes
 from gradwire.errors import BadMessage
 from gradwire.testing import cluster
 from gradwire.wire.tensor import DTYPE_CODES

@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradwire.agent.requests.timer import MonotonicClock
-from gradwire.compat.rpc.all_gather import AllGather
+from gradwire.compat.rpc import api as rpc
+from gradwire.compat.rpc.all_gather import AllGather, all_gather
 from gradwire.compat.rpc.all_gather_state import Rounds
+from gradwire.compat.rpc.behavior import TORCH
 from gradwire.errors import CallTimeout, PeerLost, UsageError
+from gradwire.testing import cluster
 from tests.leftovers import eventually
 
 NAMES = ["a", "b", "c"]
@@ -82,23 +85,15 @@ def test_what_comes_when_a_round_is_over_is_not_kept():
     assert len(rounds) == 0
 
 
-def gather(everyone, me, value, seconds=20.0, refuse=()):
-    """As a program does that calls the others' methods."""
-
-    def contribute(leader, round):
-        everyone[leader].heard(round, me, value, NAMES)
-
-    def conclude(round, followers, values):
-        for name in set(followers) - set(refuse):
-            everyone[name].ended(round, values)
-
-    def give_up(round, followers, story):
-        for name in followers:
-            everyone[name].failed(round, story)
-
-    return everyone[me].gather(
-        value, NAMES, seconds, contribute=contribute, conclude=conclude, give_up=give_up
-    )
+def gather(everyone, me, value, seconds=20.0):
+    """As `_all_gather` does, with calls of the others' methods in the place of messages."""
+    gathers = everyone[me]
+    with gathers.round(NAMES) as round:
+        everyone["a"].note(Rounds.contributed, round, me, value, NAMES)
+        values = gathers.wait(round, NAMES, seconds)
+        for name in NAMES[1:] if me == "a" else ():
+            everyone[name].note(Rounds.concluded, round, values)
+        return values
 
 
 def gone(name):
@@ -124,39 +119,47 @@ def test_who_is_missing_is_named(everyone):
 
 
 def test_a_leader_does_not_wait_for_one_that_is_lost(everyone):
-    everyone["a"].heard("a,b,c#0", "b", 1, NAMES)
-    everyone["a"].peer_lost("b")  # it has spoken: that does not matter
-    everyone["a"].peer_lost("c")
+    everyone["a"].note(Rounds.contributed, "a,b,c#0", "b", 1, NAMES)
+    everyone["a"].note(Rounds.lost, "b")  # it has spoken: that does not matter
+    everyone["a"].note(Rounds.lost, "c")
 
     with pytest.raises(PeerLost, match="a waits in an all-gather of a, b, c for c, which was lost"):
         gather(everyone, "a", 1)
 
 
 def test_a_follower_does_not_wait_for_a_leader_that_is_lost(everyone):
-    def contribute(leader, _):
-        everyone["b"].peer_lost("c")  # the leader may have heard of it
-        everyone["b"].peer_lost(leader)
+    with everyone["b"].round(NAMES) as round:
+        everyone["b"].note(Rounds.lost, "c")  # the leader may have heard of it
+        everyone["b"].note(Rounds.lost, "a")
+        with pytest.raises(PeerLost, match="b waits in an all-gather of a, b, c for a, which was"):
+            everyone["b"].wait(round, NAMES, 20.0)
 
-    with pytest.raises(PeerLost, match="b waits in an all-gather of a, b, c for a, which was lost"):
-        everyone["b"].gather(1, NAMES, 20.0, contribute=contribute, conclude=None, give_up=None)
 
+def test_followers_hear_that_their_leader_has_given_up(monkeypatch):
+    monkeypatch.setattr(rpc, "A_LONG_TIME_SECONDS", 0.01)  # of a wait without a timeout
 
-def test_followers_hear_that_their_leader_has_given_up(everyone):
-    with ThreadPoolExecutor(1) as pool:
-        follows = pool.submit(gather, everyone, "b", 1)
-        assert eventually(lambda: not everyone["a"]._rounds.missing("a,b,c#0", ["b"]))
-        with pytest.raises(CallTimeout):
-            gather(everyone, "a", 1, seconds=0.01)
-        with pytest.raises(PeerLost, match=r"an all-gather of b failed: a waited .* no value of c"):
-            follows.result()
+    def follow():
+        with pytest.raises(RuntimeError, match=r"an all-gather of w1 failed: w0 waited .* of w2"):
+            rpc._all_gather(1, timeout=20)
+
+    def lead():
+        with pytest.raises(CallTimeout, match=r"w0 waited .* no value of w2"):
+            rpc._all_gather(1)
+
+    with cluster(3, behavior=TORCH) as workers, ThreadPoolExecutor(1) as pool:
+        follows = pool.submit(workers[1].run, follow)
+        heard = workers[0].worker.part(all_gather)._rounds
+        assert eventually(lambda: not heard.missing("w0,w1,w2#0", ["w1"]))
+        workers[0].run(lead)
+        follows.result()
 
 
 def test_one_that_can_be_reached_again_is_waited_for():
     def reach(name):
-        everyone["a"].heard("a,b,c#0", name, name * 2, NAMES)
+        everyone["a"].note(Rounds.contributed, "a,b,c#0", name, name * 2, NAMES)
 
     everyone = {name: AllGather(name, MonotonicClock(), reach, lambda: NAMES) for name in NAMES}
     for name in ("b", "c"):
-        everyone["a"].peer_lost(name)
+        everyone["a"].note(Rounds.lost, name)
 
     assert gather(everyone, "a", "aa") == {"a": "aa", "b": "bb", "c": "cc"}

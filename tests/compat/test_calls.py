@@ -52,6 +52,13 @@ class Counter:
         return hash(self.n)
 
 
+class Named:
+    """Takes keywords that are also words of gradwire's own functions."""
+
+    def give(self, **kwargs):
+        return kwargs
+
+
 class Picky(Exception):
     """Cannot be made from one string."""
 
@@ -284,6 +291,18 @@ def test_destinations_and_functions_are_checked(workers):
 
 
 # -- references
+
+
+def test_keywords_may_have_any_name(workers):
+    given = {"name": 1, "function": 2, "timeout": 3, "rref": 4, "rpc_api": 5, "proxy": 6}
+
+    def program():
+        rref = rpc.remote("w1", Named)
+        assert rref.rpc_sync().give(**given) == given
+        assert rref.rpc_async().give(**given).wait() == given
+        assert rpc.rpc_sync("w1", give, kwargs=given) == ((), given)
+
+    workers[0].run(program)
 
 
 def test_methods_are_called_through_a_reference(workers):

@@ -149,7 +149,7 @@ def test_a_peer_that_leaves_with_our_answer_that_it_is_ready_is_not_told_again(w
             agent.hang_up(0, "it has left")
         return answered
 
-    agent.answer, shutdown._disconnected = answer_the_last, told_again.append
+    agent.answer, shutdown._tell_again = answer_the_last, told_again.append
     with ThreadPoolExecutor(2) as pool:
         leaving = [pool.submit(one.worker.shutdown, graceful=True) for one in workers]
 

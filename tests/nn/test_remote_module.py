@@ -14,6 +14,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.errors import NotExposed, UnknownWorker, UsageError
+from gradwire.rpc.codec.codec import to_msgpack
 from gradwire.rpc.codec.walk import Tag
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
@@ -335,7 +336,7 @@ def test_it_is_not_for_python_s_pickle(workers):
 )
 def test_parts_that_make_none_are_a_bad_message(workers, parts):
     codec = workers[0].worker.calls._bodies._codec
-    data = codec._to_msgpack([Tag.PARTS, "gradwire.nn.remote_module:RemoteModule", *parts])
+    data = to_msgpack([Tag.PARTS, "gradwire.nn.remote_module:RemoteModule", *parts])
 
     with pytest.raises(gw.BadMessage):
         codec.decode(data, [])
@@ -345,7 +346,7 @@ def test_only_what_is_made_of_parts_comes_in_parts(workers):
     codec = workers[0].worker.calls._bodies._codec
 
     with pytest.raises(gw.BadMessage, match="is not made of parts here"):
-        codec.decode(codec._to_msgpack([Tag.PARTS, "torch.nn:Linear", 2, 2]), [])
+        codec.decode(to_msgpack([Tag.PARTS, "torch.nn:Linear", 2, 2]), [])
 
 
 # -- what goes wrong

@@ -10,7 +10,7 @@ from torch.optim.optimizer import (
 )
 
 import gradwire
-from gradwire.optim import torch_private
+from gradwire.optim import step
 from gradwire.optim.step import copied_state
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
@@ -109,7 +109,7 @@ def test_a_profiler_sees_it():
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_a_state_is_kept_whole_and_apart(monkeypatch, one_by_one):
     if one_by_one:
-        monkeypatch.setattr(torch_private, "_clone", torch_private.cloned_one_by_one)
+        monkeypatch.setattr(step, "_clone", step.cloned_one_by_one)
     a, b, c, d = (torch.nn.Parameter(torch.zeros(2)) for _ in range(4))
     twin = torch.ones(2)
     state = {
@@ -136,7 +136,7 @@ def test_a_profiler_sees_torch_s_own_step():
     p.grad = torch.ones(2)
 
     with torch.profiler.profile() as profile:
-        torch_private.take_step(torch.optim.SGD([p], lr=0.5))
+        step.take_step(torch.optim.SGD([p], lr=0.5))
 
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
     assert p.tolist() == [0.5, 0.5]

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.ids import RefId
+from gradwire.ids import RefId, StepId
 from gradwire.optim.messages import Commit, Prepare, maybe_plain
-from gradwire.optim.parameter_locks import StepId
 from gradwire.testing import cluster
 from tests.case_names import case_name
 from tests.optim import far

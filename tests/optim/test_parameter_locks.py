@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from gradwire.errors import DeadlinePassed
-from gradwire.optim.parameter_locks import ParameterLocks, StepId
+from gradwire.ids import StepId
+from gradwire.optim.parameter_locks import ParameterLocks
 from gradwire.testing.clock import ManualClock
 
 LATER = math.inf

@@ -12,7 +12,7 @@ import gradwire
 from gradwire.compat import rpc as world
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
-from gradwire.rpc.join import forget_rendezvous_store
+from gradwire.rpc.join import _last_store
 from tests.processes import far
 
 WORLD = 3
@@ -145,7 +145,7 @@ def nobody_is_left():
     yield
     if api._is_current_rpc_agent_set():
         world.shutdown(graceful=False)
-    forget_rendezvous_store()
+    _last_store.value = None
 
 
 def _come(rank, url):

@@ -14,7 +14,7 @@ import pytest
 import gradwire
 from gradwire import JoinTimeout, Options, Timeouts, UsageError
 from gradwire.agent.peers.secret import write_secret
-from gradwire.rpc.join import forget_rendezvous_store
+from gradwire.rpc.join import _last_store
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 
@@ -85,7 +85,7 @@ def test_workers_meet_again_at_the_same_place(hosts, tmp_path, meeting):
     for _ in range(6):
         host.begin(_greet, {}, "b", 1, options)
         assert _greet({}, "a", 0, options) == host.finish() == ["a", "b"]
-    forget_rendezvous_store()
+    _last_store.value = None
 
 
 def test_two_workers_of_one_name_are_refused_by_both(hosts, tmp_path):

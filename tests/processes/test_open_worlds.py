@@ -10,7 +10,7 @@ import torch
 
 import gradwire
 from gradwire import Options, PeerLost, StaleIncarnation, UnknownWorker, UsageError
-from gradwire.rpc.join import forget_rendezvous_store
+from gradwire.rpc.join import _last_store
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 
@@ -58,7 +58,7 @@ def here():
     yield
     if gradwire.current.current_worker.maybe_default() is not None:
         gradwire.shutdown()
-    forget_rendezvous_store()
+    _last_store.value = None
 
 
 def test_processes_come_and_go(hosts, place, here):

@@ -12,7 +12,7 @@ import torch
 import gradwire
 from gradwire import PeerLost, StepFailed
 from gradwire.current import current_worker
-from gradwire.optim.host import optimizer_host
+from gradwire.optim.shard import optimizer_host
 from gradwire.testing import faults
 from tests.leftovers import eventually
 from tests.processes import far

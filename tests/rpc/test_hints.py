@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import gradwire as gw
 from gradwire.errors import NotExposed, NotSerializable, RemoteError
 from gradwire.options import Options
-from gradwire.rpc.codec.walk import type_name
+from gradwire.rpc.expose.names import type_name
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left
 

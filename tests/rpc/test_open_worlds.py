@@ -21,8 +21,7 @@ from gradwire import (
 )
 from gradwire.agent.membership.rendezvous import put_roster, roster_in
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.secret import find_secret
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import SignedStore, find_secret
 from gradwire.rpc.join import join
 from tests.gates import GATES
 from tests.leftovers import eventually

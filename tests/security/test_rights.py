@@ -22,10 +22,9 @@ from gradwire.autograd.messages import (
     Start,
 )
 from gradwire.errors import BadMessage, OverLimit
-from gradwire.ids import EdgeId, ForkId, PassId, RefId
-from gradwire.optim.host import OptimizerHost
+from gradwire.ids import EdgeId, ForkId, PassId, RefId, StepId
 from gradwire.optim.messages import Abort, Commit, Prepare
-from gradwire.optim.parameter_locks import StepId
+from gradwire.optim.shard import OptimizerHost
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.messages import (
     Accept,
@@ -159,7 +158,7 @@ def test_nobody_accepts_for_another(workers):
     child = table.pack(held.handle, 2)
     with pytest.raises(BadMessage, match=f"w1 may not end {child}, which w2 holds"):
         ask(workers[1].worker, 0, Accept(child))
-    table.pack_undone(held.handle, child)
+    table.pack_undone(held.handle.ref, child)
 
 
 def test_a_reference_may_be_passed_on_and_back(workers):

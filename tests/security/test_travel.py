@@ -15,7 +15,7 @@ import torch
 import gradwire
 from gradwire.errors import ArgumentTypeError, BadMessage, NotExposed, NotSerializable
 from gradwire.options import Options
-from gradwire.rpc.codec import user_codecs
+from gradwire.rpc.codec import named_types
 from gradwire.testing import cluster
 from gradwire.testing.process_cluster import process_cluster
 from tests.security import exotic
@@ -175,7 +175,7 @@ def test_a_tensor_in_a_codec_keeps_its_graph(workers):
 def test_a_codec_that_one_side_lacks_is_named(workers, monkeypatch):
     codec = workers[0].worker.calls._bodies._codec
     packed = codec.encode(Money(1))
-    monkeypatch.setattr(user_codecs, "_BY_NAME", {})
+    monkeypatch.setattr(named_types, "_BY_NAME", {})
     with pytest.raises(NotExposed, match=r"exotic:Money' has no codec on this worker") as refused:
         codec.decode(packed.data, ())
     assert "register_codec" in refused.value.hint

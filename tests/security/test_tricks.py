@@ -342,7 +342,7 @@ def test_an_optimizer_is_of_a_class_that_is_exposed(workers):
 
 
 @pytest.mark.parametrize(
-    "name", ["_prepare", "_commit", "_abort", "_here", "_optimizer", "__init__", "_set"]
+    "name", ["_prepare", "_commit", "_undo", "_here", "_optimizer", "__init__", "_set"]
 )
 def test_a_shard_has_public_methods_only(workers, name):
     def program():

@@ -21,9 +21,9 @@ from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import (
+    FREE,
     MOST_BLOCKS,
     NOTE,
-    Lender,
     SharedMemory,
     can_share,
     make_block,
@@ -174,16 +174,16 @@ def test_ends_of_which_one_has_no_shared_memory_understand_each_other(sides):
 def test_a_block_is_used_again_only_after_the_last_tensor_on_it_died(pair, shared):
     headers, buffers = encode_tensors([torch.full((LARGE,), float(n)) for n in range(3)])
     tensors = decode_tensors(headers, carried(pair, Frame(1, 0, 0, b"", buffers)))
-    one_block = shared.lender.bytes
+    one_block = shared.lent_bytes
     kept = tensors[1]
     del tensors
     other = carried(pair, Frame(1, 0, 0, b"", buffers))
-    assert shared.lender.bytes == 2 * one_block
+    assert shared.lent_bytes == 2 * one_block
     assert bool((kept == 1).all())
     del kept, other
     for _ in range(5):
         carried(pair, Frame(1, 0, 0, b"", buffers))
-    assert shared.lender.bytes == 2 * one_block
+    assert shared.lent_bytes == 2 * one_block
 
 
 def test_a_view_sliced_from_a_payload_keeps_its_block(pair):
@@ -198,11 +198,11 @@ def test_a_view_sliced_from_a_payload_keeps_its_block(pair):
 def test_a_payload_in_a_garbage_cycle_goes_home(pair, shared):
     cycle: list[object] = [carried(pair, frame_of(1))]
     cycle.append(cycle)
-    once = shared.lender.bytes
+    once = shared.lent_bytes
     del cycle
     gc.collect()
     carried(pair, frame_of(2))
-    assert shared.lender.bytes == once
+    assert shared.lent_bytes == once
 
 
 def test_what_the_receiver_writes_is_its_own(pair):
@@ -216,7 +216,7 @@ def test_what_the_receiver_writes_is_its_own(pair):
 
 def test_a_forked_child_returns_no_block_of_its_parent(pair, shared):
     kept = carried(pair, frame_of(1))
-    once = shared.lender.bytes
+    once = shared.lent_bytes
     child = os.fork()
     if child == 0:
         del kept
@@ -224,7 +224,7 @@ def test_a_forked_child_returns_no_block_of_its_parent(pair, shared):
     os.waitpid(child, 0)
     carried(pair, frame_of(2))
     assert bytes(kept) == bytes([1]) * LARGE
-    assert shared.lender.bytes == 2 * once
+    assert shared.lent_bytes == 2 * once
 
 
 def test_many_threads_share_a_channel(pair):
@@ -254,12 +254,12 @@ def test_many_threads_share_a_channel(pair):
 # --- bounds ---
 
 
-def sharing_at_most(nbytes: int) -> tuple[Pair, Lender]:
+def sharing_at_most(nbytes: int) -> tuple[Pair, SharedMemory]:
     ours, theirs = socket.socketpair()
     shared = SharedMemory(nbytes)
     ends = as_channel(ours, shared), as_channel(theirs, SharedMemory())
     greet(*ends)
-    return ends, shared.lender
+    return ends, shared
 
 
 def sent_aside(pair: Pair, frame: Frame) -> memoryview:
@@ -273,10 +273,10 @@ def sent_aside(pair: Pair, frame: Frame) -> memoryview:
 
 
 def test_when_every_block_is_held_the_socket_carries_the_payload():
-    pair, lender = sharing_at_most(3 * LARGE)
+    pair, shared = sharing_at_most(3 * LARGE)
     kept = [sent_aside(pair, frame_of(byte)) for byte in range(5)]
     assert [is_shared(view) for view in kept] == [True, True, True, False, False]
-    assert lender.bytes == 3 * LARGE
+    assert shared.lent_bytes == 3 * LARGE
     assert [view[0] for view in kept] == list(range(5))
     del kept[0]
     assert is_shared(sent_aside(pair, frame_of(9)))
@@ -285,21 +285,21 @@ def test_when_every_block_is_held_the_socket_carries_the_payload():
 
 
 def test_free_blocks_of_other_sizes_make_room_and_both_ends_forget_them():
-    pair, lender = sharing_at_most(4 * LARGE)
+    pair, shared = sharing_at_most(4 * LARGE)
     for byte in range(3):
         sent_aside(pair, frame_of(byte, LARGE // 5 * (byte + 1)))
     assert mapped() >= 4
     assert is_shared(sent_aside(pair, frame_of(1, 4 * LARGE)))
-    assert lender.bytes == 4 * LARGE
+    assert shared.lent_bytes == 4 * LARGE
     assert mapped() == 2
     for end in pair:
         end.close()
 
 
 def test_a_payload_over_the_bound_goes_through_the_socket():
-    pair, lender = sharing_at_most(LARGE - 1)
+    pair, shared = sharing_at_most(LARGE - 1)
     assert not is_shared(sent_aside(pair, frame_of(1)))
-    assert lender.bytes == 0
+    assert shared.lent_bytes == 0
     for end in pair:
         end.close()
 
@@ -314,18 +314,27 @@ def test_the_number_of_blocks_is_bounded(pair):
 def test_a_peer_that_does_not_read_is_not_sent_more_than_a_channel_may_hold(pair, shared):
     here, there = pair
     here.send(frame_of(1, MAX_BUFFERED_BYTES), soon())
-    assert shared.lender.place([bytes(LARGE)]) is None
+    assert shared.reserve([bytes(LARGE)]) is None
     there.recv()
-    assert shared.lender.place([bytes(LARGE)]) is not None
+    assert shared.reserve([bytes(LARGE)]) is not None
 
 
 def test_a_send_that_came_too_late_gives_its_block_back(pair, shared):
     here, _ = pair
-    with here._sending, pytest.raises(DeadlinePassed):
+    with here._closer.sending, pytest.raises(DeadlinePassed):
         here.send(frame_of(1), time.monotonic() - 1)
-    once = shared.lender.bytes
+    once = shared.lent_bytes
     assert is_shared(carried(pair, frame_of(2)))
-    assert shared.lender.bytes == once > 0
+    assert shared.lent_bytes == once > 0
+
+
+def test_a_block_is_not_reused_before_its_send_is_over(pair, shared):
+    """Its descriptor would be sent twice, which the peer refuses."""
+    block = shared.reserve([bytes(LARGE)])
+    with block:
+        block.state[0] = FREE  # the peer was quick
+        assert shared.reserve([bytes(LARGE)]) is not block
+    assert shared.reserve([bytes(LARGE)]) is block
 
 
 def test_memory_that_cannot_be_had_is_said_once_and_done_without(pair, shared, caplog):
@@ -333,12 +342,12 @@ def test_memory_that_cannot_be_had_is_said_once_and_done_without(pair, shared, c
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
         with caplog.at_level(logging.WARNING, "gradwire"):
-            assert [shared.lender.place([bytes(LARGE)]) for _ in range(2)] == [None, None]
+            assert [shared.reserve([bytes(LARGE)]) for _ in range(2)] == [None, None]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (record,) = caplog.records
     assert f"cannot allocate {LARGE} bytes of shared memory" in record.message
-    assert shared.lender.bytes == 0
+    assert shared.lent_bytes == 0
     assert is_shared(carried(pair, frame_of(1)))
 
 
@@ -467,7 +476,7 @@ LIES: dict[str, list[tuple[int, int, int]]] = {
 @pytest.mark.parametrize("text", LIES)
 def test_a_lie_about_blocks_ends_the_channel(peer, text):
     channel, theirs = peer
-    file = make_block(1, ONE)[1]
+    file = make_block(1, ONE).descriptors[0]
     for number, is_new, length in LIES[text]:
         tell(theirs, announced(number, is_new, length), *([file] if is_new else []))
     os.close(file)
@@ -489,7 +498,7 @@ def test_a_block_without_its_descriptor_says_what_may_be_wrong(peer):
 def test_more_blocks_than_a_peer_may_have_are_refused(peer):
     channel, theirs = peer
     for number in range(MOST_BLOCKS + 1):
-        file = make_block(number, 1 << 12)[1]
+        file = make_block(number, 1 << 12).descriptors[0]
         tell(theirs, announced(number, 1, 10), file)
         os.close(file)
         if number < MOST_BLOCKS:

@@ -23,9 +23,9 @@ from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
 from gradwire.testing.background import Background, raised
 from gradwire.transport.buffer_pool import BlockPool
-from gradwire.transport.sockets import reader
+from gradwire.transport.sockets import channel as channel_module
 from gradwire.transport.sockets.channel import SocketChannel
-from gradwire.transport.sockets.listener import SocketListener
+from gradwire.transport.sockets.stream import SocketListener
 from gradwire.wire.message import Frame, encode_prefix, pack_prefix
 from tests.leftovers import eventually
 
@@ -254,7 +254,7 @@ def test_a_head_that_does_not_fit_into_the_read_ahead_buffer_is_read(pair, size,
         expected = (frame.kind, 0, frame.request, frame.head, b"".join(frame.payload))
         assert received(theirs) == expected
     sending.join()
-    assert len(theirs._reader._ahead) == 1 << 16
+    assert len(theirs._ahead) == 1 << 16
 
 
 def test_what_the_kernel_takes_of_a_small_frame_in_parts_is_finished(pair):
@@ -709,17 +709,17 @@ def test_a_prefix_that_an_inner_read_has_taken_is_not_judged(pair, monkeypatch):
     channel = as_channel(ours)
     first, second = BYTES, BYTES + BYTES
     theirs.sendall(first[: len(BYTES) - 3])
-    decode, inner = reader.decode_prefix, []
+    decode, inner = channel_module.decode_prefix, []
 
     def interrupted(*args):
         if not inner:
             inner.append(None)
             theirs.sendall(first[len(BYTES) - 3 :])
             inner.append(channel.recv())
-            channel._reader._ahead[:64] = bytes(64)
+            channel._ahead[:64] = bytes(64)
         return decode(*args)
 
-    monkeypatch.setattr(reader, "decode_prefix", interrupted)
+    monkeypatch.setattr(channel_module, "decode_prefix", interrupted)
     waker = threading.Thread(target=lambda: (inner_is_there(inner), theirs.sendall(second)))
     waker.start()
     outer = channel.recv()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.transport.sockets.reader import SPIN_SECONDS, Spin
+from gradwire.transport.sockets.stream import SPIN_SECONDS, Spin
 
 
 class Time:

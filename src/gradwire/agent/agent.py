@@ -2,6 +2,12 @@
 
 The agent owns the table of requests, sends frames, and passes inbound frames to promises and
 handlers. Upper layers register handlers (`handle`) and listeners for lost peers (`on_peer_lost`).
+
+Note [Cancellation]: a request is cancelled when its deadline has passed, when the waiting thread
+was interrupted, when its future was cancelled, or when the inbound request that it was made for was
+itself cancelled. So cancellation spreads from worker to worker. Inbound requests are cancelled too
+when their connection ends. One that has not begun is dropped. One that runs cannot be stopped from
+outside: it is marked, and its next use of gradwire raises.
 """
 
 from __future__ import annotations
@@ -10,36 +16,21 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, final
+from typing import TypeVar, cast, final
 
 import msgspec
 
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.membership.heartbeat import Heartbeat
-from gradwire.agent.messages import Done, Failure
+from gradwire.agent.messages import Cancel, Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
-from gradwire.agent.requests import errors as request_errors
-from gradwire.agent.requests.promise import Pending, Promise, RequestTable
+from gradwire.agent.requests.promise import Pending, Promise, RequestTable, gone, unsent
 from gradwire.agent.requests.timer import Clock, Timer
-from gradwire.agent.serving.cancellation import Cancellation
-from gradwire.agent.serving.dispatch import (
-    Dispatch,
-    Interceptor,
-    Payload,
-    Source,
-    payload_of,
-)
+from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Lane, Payload, Source, payload_of
 from gradwire.agent.serving.thread_pool import Job, mine
-from gradwire.errors import (
-    Cancelled,
-    DeadlinePassed,
-    GradwireError,
-    NotSerializable,
-    PeerLost,
-    UsageError,
-)
+from gradwire.errors import DeadlinePassed, GradwireError, NotSerializable, PeerLost, UsageError
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits, Options
@@ -48,8 +39,8 @@ from gradwire.transport.base import Channel
 from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, encode
 
 _log = logging.getLogger("gradwire")
-_FAILURE_SECONDS = 10.0
-"""How long sending an error may take. The worker that waits for it has a deadline of its own."""
+_FAILURE_SECONDS = _CANCEL_SECONDS = 10.0
+"""How long sending these may take. The worker that waits for an error has a deadline of its own."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -63,8 +54,6 @@ Outcome = Answer | Exception
 OnLost = Callable[[WorkerId, PeerLost], None]
 OnAnswer = Callable[[WorkerId, Message], None]
 Concerns = Callable[[Message], object]
-Listeners = dict[type[Message], OnAnswer]
-AnswerListeners = dict[type[Message], tuple[Concerns, OnAnswer]]
 T = TypeVar("T")
 
 
@@ -95,30 +84,27 @@ class Agent:
         self.handle = self.dispatch.handle
         self.timer = Timer(f"gradwire {me} timer", clock)
         self._connections, self.unreached = connections, connections.unreached
-        self._type_of, self._name_of = type_of, name_of
+        self.describe = partial(describe, worker=me, name_of=name_of)
+        self.revive = partial(revive, type_of=type_of)
+        """an exception of this worker as data, and one of a peer, to raise here"""
         self._closing = threading.Lock()
         self._calls = RequestTable()
         locks = (self.timer.lock, self.dispatch.user.lock, self.dispatch.service.lock)
         self.locks = WorkerLocks(me, directory.lock, *locks)
         self._lost_listeners: list[OnLost] = []
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
-        self._answer_listeners, self._late_listeners = AnswerListeners(), Listeners()
+        self._answer_listeners: dict[type[Message], tuple[Concerns, OnAnswer, OnAnswer]] = {}
         self._closed: str | None = None
         self.interceptor = interceptor
         self.timer.watch(self._expire)
         beside = (directory, connections, self.dispatch, self.timer, events)
         self._heartbeat = Heartbeat(*beside, options.timeouts)
         self.silence_of = self._heartbeat.silence_of
-        nested = self._calls.made_for
-        self._cancellation = Cancellation(directory, self.dispatch, clock, events, nested)
+        self.handle(Cancel, self._serve_cancel, Lane.CONTROL)
         call_after_fork(self)
 
     def start(self, contexts_opened: Callable[[], int]) -> None:
-        """Begin to accept and serve; every handler is registered by now.
-
-        `contexts_opened` counts the contexts of this worker; see Note [Contexts and incarnations],
-        peers/directory.py.
-        """
+        """Begin to accept and serve; every handler is registered. `contexts_opened`: for Hello."""
         self._connections.start(
             on_frame=self._frame_came,
             on_joined=self._joined,
@@ -140,18 +126,14 @@ class Agent:
         self._joined_listeners.append(listener)
 
     def on_answer(
-        self, message_type: type[Message], concerns: Concerns, listener: OnAnswer
+        self, message_type: type[Message], concerns: Concerns, came: OnAnswer, late: OnAnswer
     ) -> None:
-        """Set the listener for an answer, late or not, for which `concerns(message)` is true.
+        """Set the listeners for an answer: `came` for each one with a true `concerns(message)`.
 
-        Both are called on the thread that reads, before the answer is there for those who wait, so
-        they must not block.
+        These two are called on the thread that reads, before the answer is there for those who
+        wait, so they must not block. `late` releases what an answer holds that came too late.
         """
-        self._answer_listeners[message_type] = concerns, listener
-
-    def on_late(self, message_type: type[Message], listener: OnAnswer) -> None:
-        """Set the listener for an answer that came too late; it releases what the answer holds."""
-        self._late_listeners[message_type] = listener
+        self._answer_listeners[message_type] = concerns, came, late
 
     @property
     def in_flight(self) -> int:
@@ -192,7 +174,8 @@ class Agent:
             self.timer.need(deadline)
         try:
             if inbound is not None and inbound.cancelled:
-                raise Cancelled(f"{description} was cancelled: {inbound.cancelled}")
+                name = self.directory.name(to)
+                raise entry.cancelled(name, self.directory.me.id, inbound.cancelled)
             frame = _make_frame(message, payload, self.limits, n)
             if via is None:
                 via = entry.via = self._connections.to(to, deadline)
@@ -242,14 +225,49 @@ class Agent:
     def _named(self, error: BaseException, to: WorkerId, what: str, phase: str) -> BaseException:
         if isinstance(error, PeerLost) and not self.directory.has(to):
             self._lost(to, error, error.link)
-        return request_errors.unsent(self.directory.name(to), what, phase, error)
+        return unsent(self.directory.name(to), what, phase, error)
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
-        pending = self._calls.cancelled(promise.request)
-        if pending is not None:
-            self._cancellation.cancel([pending], why)
-        return pending is not None
+        taken = self._calls.cancelled(promise.request)
+        self._cancel(taken, why)
+        return bool(taken)
+
+    def _cancel(self, requests: list[Pending], why: str) -> None:
+        for pending in requests:
+            name = self.directory.name(pending.peer)
+            pending.promise.settle(pending.cancelled(name, self.directory.me.id, why))
+        self._send_cancels(requests)
+
+    def _send_cancels(self, requests: list[Pending]) -> None:
+        """Send a Cancel to the workers that serve these requests, which have ended here."""
+        ended: dict[Channel, list[int]] = {}
+        for pending in requests:
+            if pending.notify_cancel and pending.via is not None:
+                ended.setdefault(cast(Channel, pending.via), []).append(pending.n)
+
+        def send(channel: Channel, numbers: list[int]) -> None:
+            try:
+                frame = _make_frame(Cancel(numbers), (), self.limits)
+                channel.send(frame, self.clock.now() + _CANCEL_SECONDS)
+            except GradwireError:
+                self.events.emit("uncancelled", str(numbers))
+
+        for channel, numbers in ended.items():
+            self.dispatch.service.submit(partial(send, channel, numbers))
+
+    def _serve_cancel(self, message: Cancel, _: Payload, source: Source) -> None:
+        name, requests = self.directory.name(source.worker), set(message.requests)
+        is_open = self.dispatch.inbound_on(source.channel)
+        cancelled = [inbound for inbound in is_open if inbound.request in requests]
+        self._stop(cancelled, f"{name} does not wait for it any more")
+
+    def _stop(self, inbound_requests: list[Source], why: str) -> None:
+        """Mark inbound requests as cancelled, and cancel the requests that were made for them."""
+        for inbound in inbound_requests:
+            inbound.cancelled = why
+            self.events.emit("cancel", CallId(inbound.worker, inbound.request))
+        self._cancel(self._calls.made_for(set(inbound_requests)), why)
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
@@ -280,14 +298,6 @@ class Agent:
         """
         if source.channel not in self._connections.channels.get(source.worker, ()):
             raise PeerLost(f"the caller {self.directory.name(source.worker)} was lost")
-
-    def describe(self, error: BaseException) -> Failure:
-        """An exception of this worker as data."""
-        return describe(error, self.directory.me.name, self._name_of)
-
-    def revive(self, failure: Failure) -> GradwireError:
-        """A peer's exception, to raise here."""
-        return revive(failure, self._type_of)
 
     def close(self, reason: str, timeout: float) -> list[str]:
         """Stop, and fail what still waits. Returns the names of the threads that did not end."""
@@ -330,21 +340,10 @@ class Agent:
     ) -> None:
         """Wait until `done`: read this peer's channel for a while if no thread does, then `block`.
 
-        A waiting pool thread does not count against the pool's size limit.
+        A waiting pool thread does not count against the pool's size limit. hot: every call
         """
-        if not done():
-            self._wait(peer, done, block)
-
-    def wait_for(self, peer: WorkerId | None, promise: Promise[T]) -> T:
-        """The outcome of a promise that a message of this peer settles. hot: every call"""
-        if not promise.settled:
-            is_settled = partial(getattr, promise, "settled")  # polled: avoids a Python frame
-            self._wait(peer, is_settled, promise.wait)
-        return promise.wait()
-
-    def _wait(
-        self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
-    ) -> None:
+        if done():
+            return
         known = None if peer is None else self._connections.channels.get(peer)
         channel, readers = known[0] if known else None, self._connections.readers
         pool = mine.pool
@@ -353,6 +352,13 @@ class Agent:
             return
         with pool.waiting():  # not ours if a finalizer runs on a pool thread of another worker
             readers.wait(channel, done, block)
+
+    def wait_for(self, peer: WorkerId | None, promise: Promise[T]) -> T:
+        """The outcome of a promise that a message of this peer settles. hot: every call"""
+        if not promise.settled:
+            is_settled = partial(getattr, promise, "settled")  # polled: avoids a Python frame
+            self.wait(peer, is_settled, promise.wait)
+        return promise.wait()
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
@@ -371,9 +377,8 @@ class Agent:
             pending.promise.settle(outcome)
             return
         self.noting.came_late(worker)
-        listener = self._late_listeners.get(type(message))
-        if listener is not None and self._calls.is_late(frame.request):
-            self.dispatch.user.submit(lambda: listener(worker, message))
+        if heard is not None and self._calls.is_late(frame.request):
+            self.dispatch.user.submit(partial(heard[2], worker, message))
 
     def guarded(self, source: Source, job: Job) -> None:
         """Run what a handler has left to do; if it raises, the exception is the answer."""
@@ -403,10 +408,9 @@ class Agent:
     def _expire(self, now: float) -> float | None:
         late, following = self._calls.expire(now)
         for pending in late:
-            name, call = self.directory.name(pending.peer), CallId(self.directory.me.id, pending.n)
-            silence = self.silence_of(pending.peer)
-            pending.promise.settle(request_errors.late(name, call, pending, silence))
-        self._cancellation.notify(late)
+            name, silence = self.directory.name(pending.peer), self.silence_of(pending.peer)
+            pending.promise.settle(pending.late(name, self.directory.me.id, silence))
+        self._send_cancels(late)
         return following
 
     def _channel_ended(
@@ -416,10 +420,8 @@ class Agent:
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.noting.note(worker, reason)
         for pending in lost:
-            call = CallId(self.directory.me.id, pending.n)
-            pending.promise.settle(request_errors.lost(name, call, pending, reason, link, now))
-        orphans = self.dispatch.inbound_on(channel)
-        self._cancellation.stop(orphans, f"the caller {name} was lost")
+            pending.promise.settle(pending.lost(name, self.directory.me.id, reason, link, now))
+        self._stop(self.dispatch.inbound_on(channel), f"the caller {name} was lost")
         if last:
             self._lost(worker, reason, link)
 
@@ -429,7 +431,7 @@ class Agent:
 
     def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
         for listener in self._lost_listeners:
-            listener(worker, request_errors.gone(self.directory.name(worker), reason, link))
+            listener(worker, gone(self.directory.name(worker), reason, link))
 
 
 def _make_frame(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import PurePath
 from types import MemberDescriptorType
-from typing import Any, final
+from typing import Any, cast, final
 
 import msgspec
 
@@ -26,21 +26,17 @@ from gradwire.errors import BadMessage, GradwireError, OverLimit, RemoteError
 from gradwire.wire.message import check_arrived
 
 _MOST_VALUES = 1 << 12
-_MOST_DEPTH = 16
-"""of nested containers, and of nested causes and groups"""
+_MOST_DEPTH = 16  # of nested containers, and of nested causes and groups
 _MOST_LINK_TEXT = 1 << 12
-_MOST_INT_BYTES = 1 << 10
-"""Python refuses to print longer integers"""
+_MOST_INT_BYTES = 1 << 10  # Python refuses to print longer integers
 
 NameOf = Callable[[type[BaseException]], str]
 TextOf = Callable[[BaseException], str]
 
 NOTE = "_gradwire_note"
 """the attribute of a RemoteError that holds `Failure.note`; it is not sent on"""
-OURS = frozenset(
-    {"args", "message", "hint", "worker", "peer", "link", "phase", "type_name", "remote_traceback"}
-    | {NOTE}
-)
+_OF_FAILURE = {"hint", "worker", "peer", "link", "phase", "type_name", "remote_traceback"}
+OURS = frozenset({"args", "message", NOTE} | _OF_FAILURE)
 """attributes of RemoteError, which those of another exception must not replace"""
 # Of an AttributeError: the object that lacks the attribute, which the user did not mean to send.
 _LEFT_OUT = frozenset({"obj"})
@@ -58,12 +54,9 @@ _MADE_OF: Mapping[int, Callable[[list[Any]], object]] = {
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
-    """The contents of an exception: values, or in a message their encoding as nodes.
+    """The contents of an exception: values, or in a message their encoding as nodes."""
 
-    `args` is None if they were left out.
-    """
-
-    args: list[Any] | None = None
+    args: list[Any] | None = None  # None if they were left out
     attributes: dict[str, Any] = {}
     notes: list[str] = []
     cause: Linked | None = None
@@ -106,22 +99,20 @@ def unpack_contents(data: bytes) -> Contents:
 
 def args_of(error: BaseException) -> tuple[object, ...]:
     """Its `args`, without calling a property of that name."""
-    args: tuple[object, ...] = BaseException.__dict__["args"].__get__(error)
-    return args
+    return cast(tuple[object, ...], BaseException.__dict__["args"].__get__(error))
 
 
 def members_of(error: BaseException) -> tuple[BaseException, ...]:
     """The members of a group; empty for any other exception."""
     if not isinstance(error, BaseExceptionGroup):
         return ()
-    members: tuple[BaseException, ...] = BaseExceptionGroup.__dict__["exceptions"].__get__(error)
-    return members
+    members = BaseExceptionGroup.__dict__["exceptions"].__get__(error)
+    return cast(tuple[BaseException, ...], members)
 
 
 def dict_of(error: BaseException) -> dict[str, Any]:
     """Its attributes, without those in slots."""
-    attributes: dict[str, Any] = object.__getattribute__(error, "__dict__")
-    return attributes
+    return cast(dict[str, Any], object.__getattribute__(error, "__dict__"))
 
 
 def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
@@ -144,10 +135,9 @@ def set_attribute(error: BaseException, name: str, value: object) -> None:
         return
     raw = found_on(type(error), name)
     if isinstance(raw, MemberDescriptorType):
-        try:
+        # The slot may take another type, as the start of a UnicodeError does.
+        with suppress(TypeError, ValueError, OverflowError, AttributeError):
             raw.__set__(error, value)
-        except (TypeError, ValueError, OverflowError, AttributeError):
-            return  # the slot takes another type, as the start of a UnicodeError does
     elif not callable(raw) and not hasattr(type(raw), "__get__"):
         dict_of(error)[name] = value
 

@@ -43,29 +43,29 @@ _set_cause = BaseException.__dict__["__cause__"].__set__
 # Set by CPython on every class that a class statement made.
 _IS_HEAP_TYPE = 1 << 9
 _MOST_TRACEBACK = 1 << 14
-"""characters of the tracebacks of all workers that an exception has passed. If they are longer, the
-middle is left out: the beginning is of the last worker, the end of the one that raised it.
-"""
+"""characters of the tracebacks of all workers that an exception has passed"""
 
-TypeOf = Callable[[str], type[BaseException] | None]
 NameOf = Callable[[type[BaseException]], str]
+TypeOf = Callable[[str], type[BaseException] | None]
 
 
 def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     """An exception raised on `worker`, as data for the caller.
 
-    An exception that came from another worker keeps the name of that worker; each worker it passes
-    adds its traceback.
+    One that came from another worker keeps its name; each worker that it passes adds its traceback.
     """
     trace = _safe(lambda: "".join(traceback.format_exception(error)), _MOST_TRACEBACK)
-    text, contents = _safe_text(error), _safe_contents(error, name_of)
-    if not isinstance(error, GradwireError):
-        name = name_of(type(error))
-        return Failure(name, text, None, trace, worker, contents=contents)
+    text, contents = _safe_text(error), b""
+    try:
+        contents = pack_contents(error, name_of, _safe_text)
+    except Exception:  # a user's type may have properties that raise
+        _log.debug("the contents of a %s were left out", type(error).__name__, exc_info=True)
     if isinstance(error, RemoteError):
         name, worker = error.type_name, error.worker
     else:
         name = name_of(type(error))
+    if not isinstance(error, GradwireError):
+        return Failure(name, text, None, trace, worker, contents=contents)
     about = (error.peer, error.link, error.phase)
     return Failure(name, text, error.hint, trace, worker, *about, contents)
 
@@ -77,8 +77,7 @@ def noted(failure: Failure, note: bytes) -> Failure:
 
 def note_of(error: RemoteError) -> bytes:
     """The note that the layer above has sent with this exception."""
-    note: bytes = dict_of(error).get(NOTE, b"")
-    return note
+    return cast(bytes, dict_of(error).get(NOTE, b""))
 
 
 def clipped(failure: Failure, most: int) -> Failure:
@@ -122,13 +121,11 @@ def _made(failure: Failure, contents: Contents, type_of: TypeOf) -> RemoteError:
             _log.debug("%s could not be made again", failure.type_name, exc_info=True)
     error = error or RemoteError.__new__(RemoteError)
     if not isinstance(error, BaseExceptionGroup):  # its constructor has set both
-        _set_args(error, (failure.text,))
+        _set_args(error, (failure.text,) if contents.args is None else tuple(contents.args))
         dict_of(error)["message"] = failure.text
     names = ("hint", "worker", "peer", "link", "phase", "type_name")
     dict_of(error).update({name: getattr(failure, name) for name in names})
     dict_of(error)["remote_traceback"] = failure.traceback
-    if contents.args is not None and not isinstance(error, BaseExceptionGroup):
-        _set_args(error, tuple(contents.args))
     for name, value in contents.attributes.items():
         set_attribute(error, name, value)
     if contents.notes:
@@ -177,15 +174,15 @@ def _safe(text: Callable[[], str], most: int = _MOST_TEXT) -> str:
         said = text()
     except Exception as failed:
         return f"(it cannot be printed: {type(failed).__name__})"
-    if len(said) > most:
+    if len(said) > most:  # a traceback begins on the last worker, and ends on the one that raised
         said = f"{said[: most // 4]}\n…\n{said[-(most - most // 4) :]}"
     return said.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(error: BaseException) -> str:
     """The message, without what GradwireError adds when it is printed."""
-    if isinstance(error, NotSerializable):
-        return f"{error.place}: {error.message}" if error.place else error.message
+    if isinstance(error, NotSerializable) and not isinstance(error, RemoteError) and error.place:
+        return f"{error.place}: {error.message}"
     if isinstance(error, GradwireError):
         return error.message
     if isinstance(error, KeyError) and len(error.args) == 1:
@@ -194,28 +191,16 @@ def _text(error: BaseException) -> str:
 
 
 def _safe_text(error: BaseException) -> str:
-    return _safe(lambda: error.message if isinstance(error, RemoteError) else _text(error))
-
-
-def _safe_contents(error: BaseException, name_of: NameOf) -> bytes:
-    try:
-        return pack_contents(error, name_of, _safe_text)
-    except Exception:  # a user's type may have properties that raise
-        _log.debug("the contents of a %s were left out", type(error).__name__, exc_info=True)
-        return b""
+    return _safe(lambda: _text(error))
 
 
 def _maybe_blank(
     original: type[BaseException], args: list[object] | None, members: list[RemoteError]
 ) -> RemoteError | None:
     """An instance made without the original's constructor; None if that is impossible."""
-    if not issubclass(original, Exception):
-        return None
     remote = _maybe_remote_type(original)  # type: ignore[arg-type]  # classes are hashable
-    if remote is None:
-        return None
-    if not issubclass(remote, BaseExceptionGroup):
-        return _instance(remote)
+    if remote is None or not issubclass(remote, BaseExceptionGroup):
+        return None if remote is None else _instance(remote)
     if not members or not args or type(args[0]) is not str:
         return None
     return _instance(remote, args[0], members)
@@ -237,8 +222,10 @@ def _instance(kind: type[T], message: str = "", members: Sequence[BaseException]
 
 
 @cache
-def _maybe_remote_type(original: type[Exception]) -> type[RemoteError] | None:
+def _maybe_remote_type(original: type[BaseException]) -> type[RemoteError] | None:
     """A subclass of RemoteError and `original`; None if the two cannot be combined."""
+    if not issubclass(original, Exception):
+        return None
     if issubclass(original, RemoteError):
         return original
     name = f"Remote{original.__name__}"

@@ -91,9 +91,10 @@ def backward(
     found = engine.contexts.find(context_id)
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
-    checked = [check_scalar_root(root) for root in roots]
+    for root in roots:
+        check_scalar_root(root)
     with inside(context_id), saving_here():
-        engine.coordinator.backward(found, checked, retain_graph=retain_graph, timeout=timeout)
+        engine.coordinator.backward(found, roots, retain_graph=retain_graph, timeout=timeout)
 
 
 def get_gradients(context_id: ContextId) -> dict[torch.Tensor, torch.Tensor]:
@@ -106,8 +107,7 @@ def live_edges() -> list[LiveEdge]:
 
     An edge is alive while the worker it leads to holds what has crossed by it, or something made of
     that. One that gets older and older may be part of a cycle over workers, such as a hook that
-    holds a reference to a remote value that holds this graph: only the end of a `context()` in
-    which it was made releases it, or shutdown.
+    holds a remote value that holds this graph: only the end of its `context()` or shutdown ends it.
     """
     return current_engine().live_edges()
 
@@ -115,21 +115,20 @@ def live_edges() -> list[LiveEdge]:
 def _check_types(context_id: object, roots: object) -> None:
     if not isinstance(context_id, int):
         wrong = f"context_id is a {type(context_id).__name__}"
-    elif isinstance(roots, torch.Tensor) or not isinstance(roots, list | tuple | Sequence):
+    elif isinstance(roots, torch.Tensor) or not isinstance(roots, Sequence):
         wrong = f"roots is a {type(roots).__name__}"
-    else:
-        odd = [type(root).__name__ for root in roots if not isinstance(root, torch.Tensor)]
-        if not odd:
-            return
+    elif odd := [type(root).__name__ for root in roots if not isinstance(root, torch.Tensor)]:
         wrong = f"a root is a {odd[0]}"
+    else:
+        return
     raise ArgumentTypeError(
         f"backward(): incompatible function arguments: {wrong}",
         hint="pass an int and a list of tensors, as in backward(context_id, [loss])",
     )
 
 
-def check_scalar_root(root: torch.Tensor) -> torch.Tensor:
-    """The root, if `backward` can begin there."""
+def check_scalar_root(root: torch.Tensor) -> None:
+    """UsageError if `backward` cannot begin there."""
     if not root.requires_grad:
         raise UsageError("requires_grad not set on root")
     if root.numel() != 1:
@@ -145,4 +144,3 @@ def check_scalar_root(root: torch.Tensor) -> torch.Tensor:
             "a root does not have a valid gradient function.",
             hint="a leaf has nothing to differentiate: pass what was computed from it",
         )
-    return root

@@ -1,8 +1,6 @@
 """The autograd engine of one worker: what crosses here in forward and in backward.
 
-It ties the parts of this layer together, and the Send and Recv nodes call it. Passes begin in
-backward/coordinator.py and run on other workers in backward/participant.py; edges are in
-graph/edges.py and open contexts in graph/context.py.
+It ties the parts of this layer together, and the Send and Recv nodes call it.
 
 Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
 so other holders of the buffer may write to it.
@@ -21,7 +19,7 @@ import torch
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass
+from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, ParticipantPass
 from gradwire.autograd.backward.coordinator import Coordinator
 from gradwire.autograd.backward.engine_run import check_order, leads_on, this_thread
 from gradwire.autograd.backward.participant import Participant
@@ -69,6 +67,7 @@ class Engine:
         self.releases = Releases(agent, self.edges)
         self.contexts = Contexts(agent.directory, first, agent.limits.contexts, self._register)
         self.saving: Saving | None = None
+        """how graphs made in contexts and by served functions keep the tensors they need"""
         seconds, locks = timeouts.backward, LeafLocks()
         self.passes = PassTable(agent, self.edges, due, seconds)
         self.coordinator = Coordinator(agent, self.edges, self.passes, locks)
@@ -94,15 +93,16 @@ class Engine:
         differentiable = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
         if not differentiable:
             return []
-        context = None if id is None else self._maybe_open(id)
+        context = None if id is None else self.contexts.maybe(id) or self._maybe_open(id)
         if context is None and self.only_in_contexts:
             return []
-        tag = None if context is None else context.id
+        tag = context and context.id
         groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
         made = Made(self._agent.clock.now(), user_line() if is_call else NO_LINE)
         left = [leave(self.edges, self._ref, tag, peer, each, tensors, made) for each in groups]
         if context is not None:
-            context.sent.update({crossed.edge.n: None for crossed in left})
+            for crossed in left:
+                context.sent[crossed.edge.n] = None
             context.prune(self.edges)
         return left
 
@@ -113,23 +113,21 @@ class Engine:
         crossings: Sequence[Crossing],
         tensors: list[torch.Tensor],
     ) -> bool:
-        """Replace each tensor that crossed by an edge by the output of a Recv node.
-
-        False, and nothing is replaced, if this worker records nothing here.
-        """
-        context = None if id is None else self._maybe_open(id, peer)
+        """Replace what crossed by outputs of Recv nodes; False if this worker records nothing."""
+        context = None if id is None else self.contexts.maybe(id) or self._maybe_open(id, peer)
         if context is None and self.only_in_contexts:
             self.drop_crossings(crossings, peer)
             return False
-        tag, most = None if context is None else context.id, self.limits.edges
+        tag, most = context and context.id, self.limits.edges
         for crossed in crossings:
             check_crossing(crossed, peer, tensors, most)
             recv = arrive(self.edges, self._ref, tag, peer, crossed, tensors)
             if context is not None:
                 context.received[crossed.edge] = None
-                context.prune(self.edges)
                 if self.only_in_contexts:
                     context.kept.append(recv)
+        if context is not None:
+            context.prune(self.edges)
         self.releases.expect()
         return True
 
@@ -153,17 +151,18 @@ class Engine:
 
     def wait_for_gradients(self, end: EdgeEnd) -> list[torch.Tensor | None]:
         """Called by a Send: wait until its edge is settled, and take its gradients."""
-        active, edge, peer = self._active_pass(end), end.edge, end.peer
-        if isinstance(active, CoordinatedPass):
-            self.coordinator.send_starts(active)
+        active, edge = self.passes.of_run(current_run()) or self._begin_native(end), end.edge
+        if isinstance(active, CoordinatedPass) and active.not_started:  # it is about to wait
+            self.coordinator.send_starts(active, active.take_not_started())
         if not active.has_come(edge):
             check_order(self.edges, end, active.edges_sent)
-            self._agent.wait(peer, lambda: active.has_come(edge), lambda: active.await_edge(edge))
+            has_come = partial(active.has_come, edge)
+            self._agent.wait(end.peer, has_come, partial(active.await_edge, edge))
         gradients, crossings = active.take_gradients(edge)
         if not crossings:
             return gradients
         present = [gradient for gradient in gradients if gradient is not None]
-        self.attach_recv(end.context, peer, crossings, present)
+        self.attach_recv(end.context, end.peer, crossings, present)
         alive = iter(present)
         return [None if gradient is None else next(alive) for gradient in gradients]
 
@@ -172,25 +171,25 @@ class Engine:
     ) -> None:
         """Called by a Recv: send the gradients of its edge, unless the pass ends at that Recv.
 
-        `backward(inputs=[received])` executes the Recv as the node of a tensor that keeps its
-        gradient, and nothing behind it: no other worker waits for that gradient. The last gradients
-        of a run are held until the engine has returned if they go to the coordinator, and stand for
-        RunDone too. Under create_graph a gradient may cross by an edge, as values do.
+        `backward(inputs=[received])` executes the Recv only because its tensor keeps a gradient: no
+        other worker waits for it. The last gradients of a run, if they go to the coordinator, are
+        held until the engine has returned, and stand for RunDone too. Under create_graph a gradient
+        may cross by an edge, as values do.
         """
-        active, edge, peer = self._active_pass(end), end.edge, end.peer
+        active = self.passes.of_run(current_run()) or self._begin_native(end)
+        edge, peer = end.edge, end.peer
         active.edges_sent.add(edge)
         if isinstance(active, CoordinatedPass) and active.is_partial and not leads_on(recv):
             return
         if edge not in self.edges.received:
             raise self._gone(end)
         present = [gradient for gradient in gradients if gradient is not None]
-        crossings = []
-        if torch.is_grad_enabled():
-            crossings = self.attach_send(end.context, peer, present)
+        grad = torch.is_grad_enabled()
+        crossings = self.attach_send(end.context, peer, present) if grad else []
         headers, payload = encode_tensors(present, self.limits)
         there = [gradient is not None for gradient in gradients]
         message = Gradients(active.id, edge, there, headers, crossings)
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
         if isinstance(active, CoordinatedPass):
             self.coordinator.send(active, peer, message, payload)
@@ -199,17 +198,14 @@ class Engine:
         else:
             self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
 
-    def _active_pass(self, end: EdgeEnd) -> AnyPass:
+    def _begin_native(self, end: EdgeEnd) -> AnyPass:
         """See Note [Which pass a node runs for], backward/pass_table.py."""
-        active = self.passes.of_run(current_run())
-        if active is None:
-            if not this_thread.is_ordered:
-                # Nor is its failure seen: the next run looks for tasks that it has left.
-                this_thread.has_leftovers = True
-            if end.count and end.edge not in self.edges.received:
-                raise self._gone(end)
-            active = self.coordinator.begin_native(end)
-        return active
+        if not this_thread.is_ordered:
+            # Nor is its failure seen: the next run looks for tasks that it has left.
+            this_thread.has_leftovers = True
+        if end.count and end.edge not in self.edges.received:
+            raise self._gone(end)
+        return self.coordinator.begin_native(end)
 
     def _gone(self, end: EdgeEnd) -> Exception:
         """Why a Recv leads nowhere: its context is closed, or its sender was lost."""
@@ -240,18 +236,12 @@ class Engine:
 
     def live_edges(self) -> list[LiveEdge]:
         """What holds graphs here, oldest first."""
-        now, name = self._agent.clock.now(), self._agent.directory.name
-        found = sorted(self.edges.sent.copy().values(), key=lambda sent: sent.made.when)
-        return [
-            LiveEdge(
-                str(sent.edge),
-                name(sent.peer),
-                now - sent.made.when,
-                sent.bytes,
-                "a result" if sent.made.line == NO_LINE else ":".join(map(str, sent.made.line)),
-            )
-            for sent in found
-        ]
+        now, found = self._agent.clock.now(), []
+        for sent in sorted(self.edges.sent.copy().values(), key=lambda sent: sent.made.when):
+            made, to = sent.made, self._agent.directory.name(sent.peer)
+            line = "a result" if made.line == NO_LINE else ":".join(map(str, made.line))
+            found.append(LiveEdge(str(sent.edge), to, now - made.when, sent.bytes, line))
+        return found
 
     def report_leaks(self) -> None:
         """All programs are over: say what others have held for long, such as in a cycle."""
@@ -260,10 +250,7 @@ class Engine:
             _log.warning(
                 "%s shuts down with %d edges that other workers have held for over %g s: see "
                 "gradwire.live_edges(). The oldest is %s to %s, %.0f s old, of %d bytes, from %s",
-                self._agent.directory.me.name,
-                len(old),
-                _LONG_SECONDS,
-                *old[0],
+                *(self._agent.directory.me.name, len(old), _LONG_SECONDS, *old[0]),
             )
 
     def stop(self, reason: str) -> None:
@@ -271,9 +258,7 @@ class Engine:
         for active in self.passes.all():
             active.fail(PeerLost(reason))
             self.passes.over(active)
-            if isinstance(active, CoordinatedPass) or active.undo_log is None:
-                continue
-            if active.wait_for_run(0):
+            if isinstance(active, ParticipantPass) and active.undo_log and active.wait_for_run(0):
                 # Nobody will say how the pass ended: its changes stay, and nobody is told.
                 active.undo_log.keep(lambda _: None)
         for id in self.contexts.all():
@@ -283,17 +268,15 @@ class Engine:
 
     # -- the life of a context
 
-    def save_tensors_by(self, saving: Saving) -> None:
-        """Graphs made in contexts and by served functions keep the tensors they need this way."""
-        self.saving = saving
-
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
         """The context of a call to this peer; a closed one is left out, or it would be reopened."""
-        context = None if id is None else self.contexts.heard_of(id)
+        if id is None:
+            return None
+        context = self.contexts.maybe(id) or self.contexts.heard_of(id)
         if context is None:
             return None
         context.called.add(peer)
-        return context.id
+        return id
 
     def works_in(self, id: ContextId, source: Source) -> None:
         """A peer's call is about to run in this context, unless that peer is lost by now."""
@@ -309,7 +292,7 @@ class Engine:
 
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
-        if id is not None and opener_of(id) == self._me and self.contexts.maybe(id) is None:
+        if id is not None and self.contexts.maybe(id) is None and opener_of(id) == self._me:
             self._forgetting.tell(peer, id)
 
     def close(self, id: ContextId, lost: str | None = None) -> None:
@@ -321,7 +304,7 @@ class Engine:
         here = self._agent.directory.me.name
         dropped = self.edges.release_early(tuple(context.sent), tuple(context.received))
         self.releases.expect()
-        for active in self.passes.all() if len(self.passes) else ():
+        for active in self.passes.all():
             released = union([one(EdgeId(self._me, n)) for n in tuple(context.sent)])
             if active.context is not context and not meets(active.mine, released):
                 continue

@@ -98,7 +98,7 @@ class QueryContext(Message, frozen=True, tag=0x26):
 
 
 class Attended(Message, frozen=True, tag=0x27):
-    """Whether the context is open, or not opened yet; if open, its opener tells when it closes."""
+    """Whether the context is open, or not opened yet: then its opener tells when it closes."""
 
     is_open: bool
 

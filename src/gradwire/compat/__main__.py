@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
 
 def _begin() -> None:
     """A secret for the workers, unless the environment names one, lasts as long as this process."""
-    if not secret_from_environment().is_there:
+    if not secret_from_environment():
         directory = tempfile.mkdtemp(prefix="gradwire-compat-")
         hand_down_secret(write_secret(Path(directory) / "secret"))
         atexit.register(_remove, directory, os.getpid())

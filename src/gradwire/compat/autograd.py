@@ -1,8 +1,5 @@
-"""gradwire's autograd under the names of `torch.distributed.autograd`.
-
-Only names, texts and forms are here; what they do is in `gradwire.autograd`. The private names are
-those that programs and torch's own modules are known to use.
-"""
+"""gradwire's autograd under the names of `torch.distributed.autograd`, private ones included."""
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -19,25 +16,11 @@ from gradwire.autograd.graph.edges import Sent
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
 from gradwire.errors import GradwireError, RemoteError, UsageError
-from gradwire.ids import ContextId, WorkerId, last_context_id
+from gradwire.ids import ContextId, WorkerId, context_id
 from gradwire.ids import context_id as _as_int
 from gradwire.torch_private import span
 
-__all__ = [
-    "DistAutogradContext",
-    "_current_context",
-    "_get_debug_info",
-    "_get_max_id",
-    "_init",
-    "_is_valid_context",
-    "_new_context",
-    "_release_context",
-    "_retrieve_context",
-    "backward",
-    "context",
-    "get_gradients",
-    "is_available",
-]
+__all__ = ["context", "is_available"]  # torch's
 
 _MOST_WORKERS = 1 << 16
 
@@ -46,7 +29,7 @@ Node = torch.autograd.graph.Node
 
 @final
 class DistAutogradContext:
-    """One worker's part of a context: the nodes by which its graph leaves and arrives."""
+    """One worker's part of a context: its Send and Recv nodes, by message, in their order."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._edges = context, api.current_engine().edges
@@ -55,11 +38,9 @@ class DistAutogradContext:
         return self._context.id
 
     def _send_functions(self) -> dict[int, Node]:
-        """By message, in the order they were sent."""
         return {_as_int(sent.edge.worker, sent.edge.n): sent.node for sent in self._sent()}
 
     def _recv_functions(self) -> dict[int, Node]:
-        """By message, in the order they arrived."""
         received = self._edges.received
         refs = [received[edge] for edge in tuple(self._context.received) if edge in received]
         nodes = [(ref.edge, ref.node()) for ref in refs]
@@ -81,9 +62,9 @@ def is_available() -> bool:
 def backward(
     context_id: ContextId, roots: Sequence[torch.Tensor], retain_graph: bool = False
 ) -> None:
-    """Differentiate scalar roots into the context's map, on every worker; see `get_gradients`.
+    """Accumulate gradients of scalar roots in the context, on all workers; see `get_gradients`.
 
-    Whatever fails on the way is a RuntimeError that says on which worker.
+    A failure is a RuntimeError that names the worker.
     """
     with span("torch::distributed::autograd::backward"):
         try:
@@ -95,7 +76,6 @@ def backward(
 
 
 def _told(error: Exception) -> str:
-    """An error with the workers it came by."""
     directory = api.current_engine().directory
     text = error.message if isinstance(error, GradwireError) else str(error)
     if isinstance(error, RemoteError):
@@ -105,7 +85,7 @@ def _told(error: Exception) -> str:
 
 
 def _init(worker_id: WorkerId) -> None:
-    """Check the number of a worker; all else comes and goes with the worker itself."""
+    """Check the number of a worker. There is nothing else to do: the worker has its engine."""
     if not 0 <= worker_id < _MOST_WORKERS:
         raise UsageError(f"worker_id {worker_id} is not in 0..{_MOST_WORKERS - 1}")
     worker = current_worker.maybe_default()
@@ -126,7 +106,6 @@ def _retrieve_context(context_id: ContextId) -> DistAutogradContext:
 
 
 def _is_valid_context(context_id: ContextId) -> None:
-    """Raises if it is not."""
     api.current_engine().contexts.find(context_id)
 
 
@@ -141,7 +120,7 @@ def _current_context() -> DistAutogradContext:
 
 
 def _get_max_id() -> ContextId:
-    return last_context_id(api.current_engine().directory.me.id)
+    return context_id(api.current_engine().directory.me.id + 1, 0) - 1
 
 
 def _get_debug_info() -> dict[str, int]:

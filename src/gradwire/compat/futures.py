@@ -1,7 +1,4 @@
-"""torch.futures.wait_all and collect_all, for futures that gradwire completes.
-
-Torch's own wait in C++ for all futures of gradwire's; they should return as soon as one has failed.
-"""
+"""torch.futures.wait_all and collect_all, which return as soon as one of gradwire's has failed."""
 
 from __future__ import annotations
 
@@ -21,13 +18,10 @@ Act = Callable[[torch.futures.Future[Any] | None], None]
 
 
 def wait_all(futures: Futures) -> list[Any]:
-    """The values of all, or the first exception, without waiting for the others.
-
-    A future of gradwire's has a deadline of its own; one of the program's is given a long time.
-    """
+    """The values of all, or the first exception, without waiting for the others."""
     settled: SimpleQueue[torch.futures.Future[Any] | None] = SimpleQueue()
     _when_settled(futures, settled.put)
-    seconds = constants.A_LONG_TIME_SECONDS
+    seconds = constants.A_LONG_TIME_SECONDS  # for the program's own; ours have deadlines
     while True:
         try:
             failed = settled.get(timeout=seconds)
@@ -51,11 +45,10 @@ def collect_all(futures: Futures) -> torch.futures.Future[Futures]:
     collected: torch.futures.Future[Futures] = torch.futures.Future()
 
     def complete(failed: torch.futures.Future[Any] | None) -> None:
-        error = None if failed is None else _error_of(failed)
-        if error is None:
+        if failed is None:
             collected.set_result(futures)
         else:
-            collected.set_exception(error)  # type: ignore[arg-type]
+            collected.set_exception(_error_of(failed))  # type: ignore[arg-type]
 
     _when_settled(futures, complete)
     return collected

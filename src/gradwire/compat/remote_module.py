@@ -1,17 +1,15 @@
-"""RemoteModule with the names, the limits and the texts of torch.distributed.nn.
-
-It refuses more than gradwire's own does, as programs may rely on that, and is sent as a pickle.
-"""
+"""RemoteModule with the names, limits and texts of torch.distributed.nn; it is sent as a pickle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from gradwire.compat.rpc import api
+from gradwire.compat.rpc.agent import _get_current_rpc_agent, _is_current_rpc_agent_set
 from gradwire.compat.rpc.internal import _internal_rpc_pickler
 from gradwire.errors import UsageError
 from gradwire.nn import remote_functions
@@ -31,27 +29,14 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
 )
 _METHODS = ("forward_async", "forward")
 
-_REFUSED = (
-    "apply",
-    "register_backward_hook",
-    "register_forward_pre_hook",
-    "register_forward_hook",
-    "state_dict",
-    "load_state_dict",
-    "named_parameters",
-    "buffers",
-    "named_buffers",
-    "modules",
-    "named_modules",
-    "requires_grad_",
-    "zero_grad",
-    "extra_repr",
-)
-"""What gradwire's own module has, or does not refuse itself."""
+# Refused beyond what gradwire's own refuses, as in torch.
+_HOOKS = ("register_backward_hook", "register_forward_pre_hook", "register_forward_hook")
+_STATE = ("state_dict", "load_state_dict", "named_parameters", "buffers", "named_buffers")
+_TREE = ("apply", "modules", "named_modules", "requires_grad_", "zero_grad", "extra_repr")
 
 
 class _RemoteModule(native.RemoteModule):
-    """The class below, with an argument for the interface of a scripted module."""
+    """The base class of torch's, with an argument for the interface of a scripted module."""
 
     is_device_map_set: bool
     is_scriptable: bool
@@ -84,7 +69,7 @@ class _RemoteModule(native.RemoteModule):
         return made
 
     def _settle(self, remote_device: str, interface: object) -> None:
-        if not api._is_current_rpc_agent_set():
+        if not _is_current_rpc_agent_set():
             raise AssertionError("RemoteModule only works in RPC.")
         if interface is not None and torch.jit._state._enabled.enabled:
             raise UsageError(
@@ -94,7 +79,7 @@ class _RemoteModule(native.RemoteModule):
             )
         worker, self.device = parse_remote_device(remote_device)
         info = api.get_worker_info(worker)
-        device_map: Any = getattr(api._get_current_rpc_agent(), "_get_device_map", lambda _: {})
+        device_map: Any = getattr(_get_current_rpc_agent(), "_get_device_map", lambda _: {})
         self.on = info.name
         self.is_device_map_set = bool(device_map(info))
         self.is_scriptable = interface is not None
@@ -102,23 +87,16 @@ class _RemoteModule(native.RemoteModule):
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the module's forward on its worker; a future of what it returns."""
-        there = self.module_rref.owner()
-        return api.rpc_async(
-            there, remote_functions.forward, (self.module_rref, self.device, *args), kwargs
-        )
+        rref = self.module_rref
+        args = (rref, self.device, *args)
+        return api.rpc_async(rref.owner(), remote_functions.forward, args, kwargs)
 
     def _ask(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-        there = self.module_rref.owner()
-        return api.rpc_sync(there, func, (self.module_rref, *args), kwargs)
+        return api.rpc_sync(self.module_rref.owner(), func, (self.module_rref, *args), kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Its forward: there are no hooks here."""
         return self.forward(*args, **kwargs)
-
-    def remote_parameters(self, recurse: bool = True) -> list[Any]:
-        """References to its parameters, as DistributedOptimizer takes them."""
-        references: list[Any] = self._ask(_parameter_rrefs, recurse)
-        return references
 
     def parameters(self, recurse: bool = True) -> NoReturn:
         """Refused: they are not here."""
@@ -127,29 +105,16 @@ class _RemoteModule(native.RemoteModule):
             "Please use ``remote_parameters`` instead."
         )
 
-    def eval(self) -> Self:
-        """Set the mode of the module there."""
-        return self.train(False)
-
     def _refuse(self, method: str, hint: str) -> NoReturn:
         raise ValueError(f"Method ``{method}`` not supported for RemoteModule")
 
 
-for _name in _REFUSED:
+for _name in (*_HOOKS, *_STATE, *_TREE):
     setattr(_RemoteModule, _name, native._refused(_name, ""))
 
 
 class RemoteModule(_RemoteModule):
     """A module that lives on another worker and is used from here."""
-
-    def __init__(
-        self,
-        remote_device: str,
-        module_cls: Callable[..., nn.Module],
-        args: tuple[object, ...] | None = None,
-        kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs)
 
 
 def _create_module(
@@ -162,11 +127,6 @@ def _create_module(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
             f"which fits on its device: {error.message}"
         ) from error
-
-
-def _parameter_rrefs(module: api.RRef[nn.Module], recurse: bool) -> list[api.RRef[nn.Parameter]]:
-    named = remote_functions.named_parameters(module, "", recurse, remove_duplicate=True)
-    return [cast(api.RRef[nn.Parameter], reference) for _, reference in named]
 
 
 def _reduced(module: _RemoteModule) -> tuple[Callable[..., RemoteModule], tuple[object, ...]]:

@@ -3,10 +3,7 @@
 `import torch` has already imported torch's own RPC modules, and several modules of torch have bound
 names of theirs. So three things are exchanged: the entries of `sys.modules`, the attributes by
 which packages reach their submodules, and every name in a module of torch whose value is one of the
-objects replaced. Each exchange is one entry of one dictionary, noted with what was there before.
-What nobody has imported yet is replaced when somebody does.
-
-Modules outside of torch are left alone: what a program imported before `install()` stays torch's.
+objects replaced. What nobody has imported yet is replaced when somebody does.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -62,56 +58,50 @@ _ABSENT: Final = object()
 
 
 @final
-@dataclass(slots=True)
-class Substitution:
-    """One exchange of modules, which can be undone."""
+class Substitution(MetaPathFinder):
+    """One exchange of modules, which can be undone; finds those that are imported later."""
 
-    modules: Mapping[str, str]
-    parts: Mapping[str, str]
-    _aliases: Aliases = field(init=False)
-    _before: list[tuple[dict[str, object], str, object]] = field(default_factory=list)
-    _theirs: dict[int, object] = field(default_factory=dict)
-
-    def put(self) -> None:
+    def __init__(self, modules: Mapping[str, str], parts: Mapping[str, str]) -> None:
         """Exchange everything; what cannot be imported stops it before anything is changed."""
+        self._modules = modules
+        self._before: list[tuple[dict[str, object], str, object]] = []
         _import_binders()
-        known = {name: ours for name, ours in self.modules.items() if name in sys.modules}
-        whole = [(sys.modules[name], import_module(ours)) for name, ours in known.items()]
-        parts = [(sys.modules[name], import_module(ours)) for name, ours in self.parts.items()]
-        objects = [*whole, *_defined(whole + parts)]
-        replaced = {id(theirs): ours for theirs, ours in objects}
-        packages = {_home(ours) for _, ours in whole}
+        known = {name: import_module(ours) for name, ours in modules.items() if name in sys.modules}
+        whole = [(sys.modules[name], ours) for name, ours in known.items()]
+        partial = [(sys.modules[name], import_module(ours)) for name, ours in parts.items()]
+        objects = [*whole, *_defined(whole + partial)]
+        packages = {_home(ours) for ours in known.values()}
         self._theirs = {id(ours): theirs for theirs, ours in objects if _home(ours) in packages}
-        for name in self.modules:
-            self._exchange_module(name)
-        for module in _modules_of_torch(but={self.modules[name] for name in known}):
+        entries = vars(sys)["modules"]
+        for name in modules:
+            if name not in known:
+                self._before.append((entries, name, _ABSENT))
+                continue
+            self._set(entries, name, known[name])
+            package, _, last = name.rpartition(".")
+            if package not in modules:
+                self._set(vars(entries[package]), last, known[name])
+        replaced = {id(theirs): ours for theirs, ours in objects}
+        for module in _modules_of_torch(but={ours.__name__ for ours in known.values()}):
             self._rebind(module, replaced)
-        self._aliases = Aliases(self.modules)
-        sys.meta_path.insert(0, self._aliases)
+        sys.meta_path.insert(0, self)
 
     def take_back(self) -> None:
         """Put every entry back, and torch's names into modules of torch imported meanwhile."""
-        sys.meta_path.remove(self._aliases)
+        sys.meta_path.remove(self)
         for entries, key, value in reversed(self._before):
             if value is _ABSENT:
                 entries.pop(key, None)
             else:
                 entries[key] = value
-        self._before.clear()
         for module in _modules_of_torch():
             self._rebind(module, self._theirs)
-        self._before.clear()
 
-    def _exchange_module(self, name: str) -> None:
-        modules = vars(sys)["modules"]
-        if name not in modules:
-            self._before.append((modules, name, _ABSENT))
-            return
-        ours = import_module(self.modules[name])
-        self._set(modules, name, ours)
-        package, _, last = name.rpartition(".")
-        if package not in self.modules:
-            self._set(vars(modules[package]), last, ours)
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Only the names of the table."""
+        return ModuleSpec(name, _Alias(self._modules[name])) if name in self._modules else None
 
     def _rebind(self, module: ModuleType, values: Mapping[int, object]) -> None:
         for name, value in list(vars(module).items()):
@@ -123,6 +113,21 @@ class Substitution:
         entries[key] = value
 
 
+@final
+class _Alias(Loader):
+    """Imports a module that exists under another name."""
+
+    def __init__(self, ours: str) -> None:
+        self._module = import_module(ours)
+        self._spec = self._module.__spec__
+
+    def create_module(self, _: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has set the other one's
+
+
 _current: list[Substitution] = []  # at most one: what the process has in place of torch's modules
 
 
@@ -132,10 +137,9 @@ def installed() -> bool:
 
 
 def install(modules: Mapping[str, str] = MODULES, parts: Mapping[str, str] = PARTS) -> None:
-    """Put gradwire in torch's place, for this process and those it forks.
+    """Put gradwire in torch's place, for this process and those it forks. Idempotent.
 
-    A second time it does nothing. It is meant to come before the program imports what is replaced:
-    a name that another module than torch's has bound already keeps its value.
+    It comes before the program imports what is replaced: names bound outside of torch stay torch's.
     """
     if installed():
         return
@@ -145,9 +149,7 @@ def install(modules: Mapping[str, str] = MODULES, parts: Mapping[str, str] = PAR
         hint="call gradwire.compat.install() before init_rpc(), or start the program with"
         " python -m gradwire.compat",
     )
-    substitution = Substitution(modules, parts)
-    substitution.put()
-    _current.append(substitution)
+    _current.append(Substitution(modules, parts))
 
 
 def uninstall() -> None:
@@ -197,30 +199,3 @@ def _modules_of_torch(but: Set[str] = frozenset()) -> list[ModuleType]:
         and isinstance(module, ModuleType)
         and module.__name__ not in but
     ]
-
-
-@final
-class Aliases(MetaPathFinder, Loader):
-    """Imports a name as the module that stands for it, when it is asked for."""
-
-    def __init__(self, modules: Mapping[str, str]) -> None:
-        self._modules = modules
-        self._specs: dict[str, ModuleSpec | None] = {}
-
-    def find_spec(
-        self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Only the names of the table."""
-        return ModuleSpec(name, self) if name in self._modules else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module itself, under its own name."""
-        module = import_module(self._modules[spec.name])
-        self._specs[spec.name] = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """It has been executed; give it back the spec that the import system has taken."""
-        taken = module.__spec__
-        if taken is not None:
-            module.__spec__ = self._specs.pop(taken.name)

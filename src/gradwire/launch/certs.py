@@ -48,11 +48,11 @@ class Folder:
         self._workers = path / "workers"
 
     def certificate(self, worker: str) -> Path:
-        """Of one worker."""
+        """The file with the certificate of one worker."""
         return self._workers / f"{worker}.pem"
 
     def key(self, worker: str) -> Path:
-        """Of one worker."""
+        """The file with the key of one worker."""
         return self._workers / f"{worker}.key"
 
     def tls(self, worker: str) -> Tls:
@@ -109,8 +109,6 @@ class Authority:
     ) -> None:
         """Write a new key and certificate of one worker, or of a worker of any of these `names`."""
         names = names or [worker]
-        for name in names:
-            check_name(name)
         key = ec.generate_private_key(ec.SECP256R1())
         subject, issuer = _named(names[0][:_LONGEST_COMMON_NAME]), self.certificate.subject
         public, signer = key.public_key(), self._key.public_key()

@@ -1,12 +1,11 @@
 """The main function of a process started by `run`: join, call the function or serve it, leave.
 
 It reports its progress to the parent through a pipe, in single words; longer data goes through
-files in the run's directory. A watch thread ends the process when its parent is gone.
+files in the run's directory, which is private, so that even a killed worker leaves nothing behind.
 
-Parent and children exchange pickles, unlike workers among each other: what is unpickled here was
-written by the parent or a child, into a pipe or a directory that only their user can access. Plain
-pickle is used, as multiprocessing's would move tensors to shared memory, which cannot be read any
-more once the sender is gone. Modules are pickled by name.
+Parent and children exchange pickles, unlike workers among each other: only their user can access
+the pipe and the directory. Plain pickle is used, as multiprocessing's would move tensors to shared
+memory, which cannot be read once the sender is gone.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ import io
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -27,9 +28,8 @@ import msgspec
 from gradwire.agent.remote_errors import describe
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
-from gradwire.launch.plan import WorkerSpec, arguments_in
-from gradwire.launch.processes import ignore_interrupts
 from gradwire.launch.supervise_state import CALLER
+from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.codec.pickle_codec import dumps, loads
 from gradwire.rpc.expose.names import maybe_at, steps
@@ -40,14 +40,73 @@ _log = logging.getLogger("gradwire")
 
 BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
 
+ARGUMENTS = "arguments"
+"""the file with the arguments of run(): the function, its arguments, what is exposed"""
+SECRET = "secret"
+"""the file with the secret of the run, unless its options name one"""
 _LOOK_AGAIN_SECONDS = 1.0
 FOREVER_SECONDS = 10 * 365 * 86400.0
 """How long a serving worker waits for the others in shutdown; the parent gives up sooner."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """All that one worker process needs to know."""
+
+    name: str
+    rank: int
+    world_size: int
+    options: Options
+    directory: Path
+    may_restart: bool = False
+    """whether workers that die are restarted"""
+
+    @property
+    def returned(self) -> Path:
+        """The file with the return value of the function."""
+        return self.directory / "returned"
+
+    @property
+    def failure(self) -> Path:
+        """The file with the error of this worker."""
+        return self.directory / f"{self.name}.failure"
+
+
+def worker_specs(
+    world_size: int, options: Options, directory: Path, may_restart: bool = False
+) -> list[WorkerSpec]:
+    """The specifications of workers w0, w1, … of one run."""
+    shared = replace(
+        options,
+        init_method=f"file://{directory / 'rendezvous'}",
+        secret=options.secret or str(directory / SECRET),
+    )
+    specs = []
+    for rank in range(world_size):
+        own = _socket(directory, rank) if options.listen in ("auto", "unix") else options.listen
+        own_options = replace(shared, listen=own)
+        specs.append(WorkerSpec(f"w{rank}", rank, world_size, own_options, directory, may_restart))
+    return specs
+
+
+def restarted(spec: WorkerSpec) -> WorkerSpec:
+    """The specification of a worker's next incarnation.
+
+    Its socket has a new name: a peer that still connects to the old incarnation must not reach it.
+    """
+    listen, incarnation = spec.options.listen, spec.options.incarnation + 1
+    if listen.startswith(f"unix://{spec.directory}"):
+        listen = _socket(spec.directory, spec.rank, f".{incarnation}")
+    return replace(spec, options=replace(spec.options, incarnation=incarnation, listen=listen))
+
+
+def _socket(directory: Path, rank: int, suffix: str = "") -> str:
+    return f"unix://{directory / f'w{rank}{suffix}.socket'}"
+
+
 def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     """Run one worker, from start to exit."""
-    prepare(pipe, parent, spec)
+    prepare(pipe, parent, spec.directory)
     pipe.send_bytes(BEGUN.encode())
     try:
         _work(pipe, spec)
@@ -61,10 +120,11 @@ def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     pipe.send_bytes(LEFT.encode())
 
 
-def prepare(pipe: Connection, parent: int, spec: WorkerSpec | None = None) -> None:
+def prepare(pipe: Connection, parent: int, directory: Path | None = None) -> None:
     """Watch the parent, ignore Ctrl-C, and flush output after each line."""
-    ignore_interrupts()
-    watched = (pipe, parent, None if spec is None else spec.directory)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which `ProcessGroup` has blocked
+    watched = (pipe, parent, directory)
     threading.Thread(
         target=_end_with_parent, args=watched, name="gradwire parent watch", daemon=True
     ).start()
@@ -83,7 +143,7 @@ def flush_output() -> None:
 
 def _work(pipe: Connection, spec: WorkerSpec) -> None:
     fn, args, expose = unpickled(
-        arguments_in(spec.directory).read_bytes(),
+        (spec.directory / ARGUMENTS).read_bytes(),
         "what run() was given",
         hint="fn, args and expose must come from the script or from modules that a new process can "
         "import, not from a notebook or a prompt",
@@ -98,10 +158,9 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         shutdown(timeout=FOREVER_SECONDS)
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
-        value = fn(*args)
+        value, draft = fn(*args), spec.returned.with_suffix(".draft")
         what = f"what the function returned (a {type(value).__name__})"
         hint = "return plain values and tensors; references end with their workers"
-        draft = spec.returned.with_suffix(".draft")
         draft.write_bytes(pickled(value, what, hint=hint))
         draft.replace(spec.returned)  # atomically: once it exists, the function is not called again
     pipe.send_bytes(RETURNED.encode())
@@ -118,9 +177,8 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
 def _end_with_parent(pipe: Connection, parent: int, directory: Path | None) -> None:
     """End this process when its parent ends, and remove the directory.
 
-    The end of the pipe tells that the parent is gone. A process forked by the parent may hold a
-    copy of its end, so the parent's process id is polled too. The parent sends nothing through
-    the pipe, so this thread may read from it.
+    The end of the pipe tells. A process forked by the parent may hold a copy of its end, so the
+    parent's process id is polled too. Nothing is sent through the pipe to this process.
     """
     with suppress(EOFError, OSError):
         while os.getppid() == parent:

@@ -1,8 +1,7 @@
 """A group of child processes that never outlive the `with` block that started them.
 
-Each has a pipe to its parent. The child reports its progress in single words, and the end of the
-pipe tells it that the parent is gone. Words are short on purpose: if a pipe could fill up, or stop
-in the middle of a message, that would be a wait without a deadline.
+Each reports its progress through a pipe, in single words: if a pipe could fill up, or stop in the
+middle of a message, that would be a wait without a deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -29,7 +27,7 @@ _log = logging.getLogger("gradwire")
 
 
 class Progress(NamedTuple):
-    """A process reported a step."""
+    """A process reported a step, in a word."""
 
     process: int
     word: str
@@ -51,8 +49,7 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self._started = 0
-        self._processes: dict[int, SpawnProcess] = {}
-        self._pipes: dict[int, Connection] = {}
+        self._children: dict[int, tuple[SpawnProcess, Connection]] = {}
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -66,25 +63,32 @@ class ProcessGroup:
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(target=main, args=(theirs, os.getpid(), *args), name=name)
         number, self._started = self._started, self._started + 1
-        self._pipes[number], self._processes[number] = ours, process
-        with theirs, _interrupts_held():
-            process.start()
+        self._children[number] = process, ours
+        # Starting the tracker, which the first process does, would unblock SIGINT again.
+        resource_tracker.ensure_running()
+        # A terminal sends Ctrl-C to all processes, and one that imports would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with theirs:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return number
 
     def pid(self, number: int) -> int:
         """The process id."""
-        pid = self._processes[number].pid
+        pid = self._children[number][0].pid
         assert pid is not None
         return pid
 
     def events(self, seconds: float) -> list[ProcessEvent]:
         """Wait for events for at most `seconds`; returns those that happened."""
-        going = list(self._processes)
-        waited_for: list[Connection | int] = [self._processes[n].sentinel for n in going]
-        waited_for += [self._pipes[n] for n in going if n in self._pipes]
+        waited_for: list[Connection | int] = []
+        for process, pipe in self._children.values():
+            waited_for += [process.sentinel] if pipe.closed else [process.sentinel, pipe]
         # A grandchild can hold the sentinel of its dead parent open: poll the exit codes too.
         connection.wait(waited_for, max(0.0, min(seconds, _LOOK_AGAIN_SECONDS)))
-        return [news for n in going for news in self._events_of(n)]
+        return [news for n in list(self._children) for news in self._events_of(n)]
 
     def stop(self) -> None:
         """End every process with SIGTERM, then SIGKILL; none is left afterwards. Idempotent."""
@@ -92,33 +96,31 @@ class ProcessGroup:
             self._end(SpawnProcess.terminate, _TERM_SECONDS)
         finally:  # a second Ctrl-C skips the wait, but not the kill
             self._end(SpawnProcess.kill, _KILL_SECONDS)
-            for process in self._processes.values():
+            for process, pipe in self._children.values():
+                pipe.close()
                 if _is_alive(process):
                     _log.error("process %s (%s) did not end when killed", process.pid, process.name)
                 else:
                     process.close()
-            for pipe in self._pipes.values():
-                pipe.close()
-            self._processes.clear()
-            self._pipes.clear()
+            self._children.clear()
             self._started = 0
 
     def _events_of(self, n: int) -> Iterator[ProcessEvent]:
-        status = self._processes[n].exitcode  # before the pipe, which then is complete
-        pipe = self._pipes.get(n)
+        process, pipe = self._children[n]
+        status = process.exitcode  # before the pipe, which then is complete
         try:
-            while pipe is not None and pipe.poll():
+            while not pipe.closed and pipe.poll():
                 yield Progress(n, pipe.recv_bytes().decode())
         except (EOFError, OSError):
-            self._pipes.pop(n).close()
+            pipe.close()
         if status is not None:
-            self._processes.pop(n).close()
-            if n in self._pipes:
-                self._pipes.pop(n).close()
+            process.close()
+            pipe.close()
+            del self._children[n]
             yield Exit(n, status)
 
     def _end(self, how: Callable[[SpawnProcess], None], seconds: float) -> None:
-        alive = [process for process in self._processes.values() if _is_alive(process)]
+        alive = [process for process, _ in self._children.values() if _is_alive(process)]
         for process in alive:
             how(process)
         deadline = time.monotonic() + seconds
@@ -130,24 +132,3 @@ class ProcessGroup:
 
 def _is_alive(process: SpawnProcess) -> bool:
     return process.pid is not None and process.exitcode is None
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block, and block it in processes that the block starts.
-
-    A terminal sends it to all processes, and each that is still importing would print a traceback.
-    """
-    # Starting the tracker, which the first process does, would unblock SIGINT again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore_interrupts() -> None:
-    """In a child: leave Ctrl-C to the parent, which ends its children."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

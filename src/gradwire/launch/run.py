@@ -1,6 +1,6 @@
 """`gradwire.run`: start workers on this machine, and call a function on one of them.
 
-plan.py specifies the workers, processes.py starts them, and supervise_state.py judges their events.
+child.py is what each worker runs, processes.py starts them, and supervise_state.py judges events.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, final
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 
@@ -21,9 +21,9 @@ from gradwire.agent.messages import Failure
 from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
-from gradwire.launch import child, plan
-from gradwire.launch.child import maybe_exception, pickled, unpickled
-from gradwire.launch.plan import WorkerSpec
+from gradwire.ids import LAST_INCARNATION
+from gradwire.launch import child
+from gradwire.launch.child import WorkerSpec, maybe_exception, pickled, unpickled
 from gradwire.launch.processes import Exit, ProcessEvent, ProcessGroup, Progress
 from gradwire.launch.supervise_state import (
     MAIN_GUARD_HINT,
@@ -91,76 +91,82 @@ def run(
     """
     _check_program(fn)
     options = options or Options()
-    plan.check_arguments(world_size, options, timeout, restarts)
+    check_arguments(world_size, options, timeout, restarts)
     given = pickled(
         (fn, positional(args), listed(expose)),
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )
     with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, ProcessGroup() as group:
-        plan.arguments_in(Path(directory)).write_bytes(given)
+        home = Path(directory)
+        (home / child.ARGUMENTS).write_bytes(given)
         if options.secret is None:
-            write_secret(plan.secret_in(Path(directory)))
-        workers = plan.worker_specs(world_size, options, Path(directory), restarts > 0)
+            write_secret(home / child.SECRET)
+        workers = child.worker_specs(world_size, options, home, restarts > 0)
         timeouts = RunTimeouts(
             start=options.timeouts.join,
             whole=math.inf if timeout is None else timeout,
             leave=options.timeouts.shutdown + _EXIT_SECONDS,
         )
         state = RunState(world_size, timeouts, time.monotonic(), restarts=restarts)
-        verdict = _Supervision(group, state, workers).verdict()
+        verdict = _supervise(group, state, workers)
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
         return cast(T, unpickled(workers[0].returned.read_bytes(), "what the function returned"))
 
 
-@final
-class _Supervision:
-    """Starts the workers, passes their events to the state, and restarts those that it names."""
+def _supervise(group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) -> Verdict:
+    """Start the workers, pass their events to the state, and restart those that it names."""
+    spec_of = {group.start(spec.name, child.main, spec): spec for spec in workers}
+    while (verdict := state.verdict(time.monotonic())) is None:
+        for event in group.events(state.next_deadline() - time.monotonic()):
+            _note(state, spec_of[event.process], event)
+        for died in state.to_restart():
+            spec = workers[died.worker] = child.restarted(workers[died.worker])
+            how, when = describe_exit(died.status), died.stage.value
+            n = spec.options.incarnation
+            _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
+            spec_of[group.start(spec.name, child.main, spec)] = spec
+    return verdict
 
-    def __init__(self, group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) -> None:
-        self._group, self._state = group, state
-        self._workers = workers
-        self._worker_of: dict[int, int] = {}
-        for worker in range(len(workers)):
-            self._start(worker)
 
-    def verdict(self) -> Verdict:
-        """Supervise the run until its verdict."""
-        while (verdict := self._state.verdict(time.monotonic())) is None:
-            for event in self._group.events(self._state.next_deadline() - time.monotonic()):
-                self._handle(event)
-            for died in self._state.to_restart():
-                self._restart(died)
-        return verdict
+def _note(state: RunState, spec: WorkerSpec, event: ProcessEvent) -> None:
+    now, worker = time.monotonic(), spec.rank
+    match event:
+        case Exit(_, status):
+            state.exited(worker, status, now)
+        case Progress(_, child.BEGUN):
+            state.begun(worker)
+        case Progress(_, child.RETURNED):
+            state.returned(now)
+        case Progress(_, child.LEFT):
+            state.left(worker)
+        case Progress(_, word):
+            assert word == child.FAILED, f"{spec.name} said {word!r}"
+            name = _failure_of(spec).type_name
+            state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
 
-    def _start(self, worker: int) -> None:
-        spec = self._workers[worker]
-        self._worker_of[self._group.start(spec.name, child.main, spec)] = worker
 
-    def _restart(self, died: Died) -> None:
-        spec = self._workers[died.worker] = plan.restarted(self._workers[died.worker])
-        how, when = describe_exit(died.status), died.stage.value
-        n = spec.options.incarnation
-        _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
-        self._start(died.worker)
-
-    def _handle(self, event: ProcessEvent) -> None:
-        now, state, worker = time.monotonic(), self._state, self._worker_of[event.process]
-        match event:
-            case Exit(process, status):
-                del self._worker_of[process]
-                state.exited(worker, status, now)
-            case Progress(_, child.BEGUN):
-                state.begun(worker)
-            case Progress(_, child.RETURNED):
-                state.returned(now)
-            case Progress(_, child.LEFT):
-                state.left(worker)
-            case Progress(_, word):
-                assert word == child.FAILED, f"w{worker} said {word!r}"
-                name = _failure_of(self._workers[worker]).type_name
-                state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
+def check_arguments(
+    world_size: int, options: Options, timeout: float | None, restarts: int = 0
+) -> None:
+    """Raise UsageError for invalid arguments of run()."""
+    if type(restarts) is not int or not 0 <= restarts <= LAST_INCARNATION:
+        raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_INCARNATION}")
+    if type(world_size) is not int or world_size < 1:
+        raise UsageError(f"run() needs at least one worker, not world_size={world_size!r}")
+    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+        raise UsageError(
+            f"run(timeout={timeout!r}) is not a positive, finite number of seconds",
+            hint="leave timeout= out for no limit",
+        )
+    if options.incarnation:
+        raise UsageError("run() numbers the incarnations itself", hint="leave incarnation= out")
+    if options.init_method != Options().init_method:
+        raise UsageError(
+            f"run() makes its own rendezvous, and cannot use {options.init_method}",
+            hint="leave init_method out, or start each worker yourself with init_rpc()",
+        )
 
 
 def _check_program(fn: Callable[..., object]) -> None:

@@ -1,13 +1,12 @@
 """The state of the workers of a run, and the verdict: whether it succeeded, or why not; no IO.
 
-The first failure ends the run. The order of events does not tell which is first: when a worker
-dies, the function that was calling it fails too, and either event may arrive first. The death is
-the cause. So a failure with PeerLost waits a moment for the death that explains it, and a death for
-the failure that it caused.
+The first failure ends the run. When a worker dies, the function that was calling it fails too, and
+either event may arrive first. The death is the cause. So a failure with PeerLost waits a moment for
+the death that explains it, and a death for the failure that it caused.
 
-A worker whose process ended without a report is restarted, if it has restarts left: see
-`to_restart`. Exceptions are a worker that could not import the script, as it would fail again, and
-one that dies after the function has returned, as it is no longer needed.
+A worker whose process ended without a report is restarted, if it has restarts left. Exceptions are
+a worker that could not import the script, as it would fail again, and one that dies after the
+function has returned, as it is no longer needed.
 
 Workers are numbers, time is an argument. Worker 0 runs the function.
 """
@@ -96,8 +95,7 @@ class RunState:
         self._leave_by = math.inf
         self._death: Died | None = None
         self._failure: Failed | None = None
-        self._explained_at = math.inf
-        """when the death, or else the failure, is the verdict: what explains it had time to come"""
+        self._explained_at = math.inf  # when the death, or else the failure, is the verdict
 
     def begun(self, worker: int) -> None:
         """The worker has started, and is about to join."""
@@ -176,7 +174,7 @@ class RunState:
         if self._death is not None or self._failure is not None:
             return self._explained_at
         starting = [self._start_by[worker] for worker in self._starting()]
-        return min(*starting, self._end_by, self._leave_by, math.inf)
+        return min(*starting, self._end_by, self._leave_by)
 
     def _starting(self) -> list[int]:
         return [w for w, stage in enumerate(self._stages) if stage is WorkerStage.STARTING]

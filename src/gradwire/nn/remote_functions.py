@@ -1,7 +1,6 @@
 """The functions that a RemoteModule calls on the worker where its module lives.
 
-Each takes a reference to the module. They are exposed to all peers: a peer that holds a reference
-to a module may call its methods anyway, because torch's own are on the allowlist.
+They are exposed to all peers: one that holds a reference to a module may call its methods anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.options import DEFAULT
 from gradwire.rpc.expose.registry import expose
-from gradwire.rpc.refs.borrow import BorrowedRef
+from gradwire.rpc.refs.handles_state import BorrowedRef
 from gradwire.rpc.rref import RRef, reference_to
 
 Module = RRef[nn.Module] | BorrowedRef

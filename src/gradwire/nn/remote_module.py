@@ -1,7 +1,4 @@
-"""RemoteModule: a module that lives on another worker and is used like a local one.
-
-The functions that it calls there are in remote_functions.py.
-"""
+"""RemoteModule: a module that lives on another worker and is used like a local one."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from gradwire.errors import BadMessage, RemoteError, UsageError
 from gradwire.nn import remote_functions
-from gradwire.rpc.api import call_as, call_async_as, get_worker_info, keywords, positional, remote
+from gradwire.nn.remote_functions import State
+from gradwire.rpc.api import call_as, get_worker_info, keywords, positional, remote
+from gradwire.rpc.calls.client import Calls
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
 
 Maker = Callable[..., nn.Module]
-Parameters = list[RRef[nn.Parameter]]
-
 _HINT = 'write "w1/cuda:0", or "w1" for its CPU, or "rank:1/cuda:0" for the worker of that number'
 _PLACED = "its device is part of its name, and its dtype an argument of its class"
 _MADE_THERE = "do it in the module's own class, or in an exposed function on its worker"
@@ -43,10 +40,9 @@ class RemoteModule(nn.Module):
 
     Calling it runs its forward there, as part of the graph. `train`, `eval`,
     `requires_grad_`, `zero_grad`, `state_dict` and `load_state_dict` act on the module there, even
-    when they are called on a local module that contains this one. Its parameters stay there:
-    `remote_parameters()` and `parameters()` return references to them. It may be sent in calls, and
-    stands for the same module on every worker. An error in the module's constructor is raised by
-    the first use of it.
+    when they are called on a local module that contains this one. `remote_parameters()` and
+    `parameters()` return references. It may be sent in calls, and stands for the same module on
+    every worker. An error in the module's constructor is raised by the first use of it.
     """
 
     on: str
@@ -89,24 +85,19 @@ class RemoteModule(nn.Module):
     # -- run it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run the module's forward on its worker and return the result.
-
-        Tensors are moved to its device, and come back on the CPU.
-        """
+        """Run its forward on its worker. Tensors go to its device, and come back on the CPU."""
         return self._ask(remote_functions.forward, self.device, *args, **kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
         """Like `forward`, but returns a future at once."""
-        rref = self.module_rref
-        what = f"{self._class_name}.forward"
-        return call_async_as(
-            what, rref.owner(), remote_functions.forward, (rref, self.device, *args), kwargs
-        )
+        rref, func = self.module_rref, remote_functions.forward
+        what, args = f"{self._class_name}.forward", (rref, self.device, *args)
+        return call_as(what, Calls.call_async, rref.owner(), func, args, kwargs)
 
     def _ask(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:  # noqa: ANN401
         rref = self.module_rref
         what = f"{self._class_name}.{func.__name__}"
-        return call_as(what, rref.owner(), func, (rref._lent(), *args), kwargs)
+        return call_as(what, Calls.call, rref.owner(), func, (rref._lent(), *args), kwargs)
 
     # -- its parts
 
@@ -114,10 +105,9 @@ class RemoteModule(nn.Module):
         """A reference to the module itself."""
         return self.module_rref
 
-    def remote_parameters(self, recurse: bool = True) -> Parameters:
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to its parameters, as an optimizer for several workers takes them."""
-        named = self._ask(remote_functions.named_parameters, "", recurse, True)
-        return [rref for _, rref in named]
+        return [rref for _, rref in self._ask(remote_functions.named_parameters, "", recurse, True)]
 
     def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
         """The same as an iterator."""
@@ -164,16 +154,10 @@ class RemoteModule(nn.Module):
     # -- its state
 
     def state_dict(  # type: ignore[override]
-        self,
-        *,
-        destination: remote_functions.State | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> remote_functions.State:
+        self, *, destination: State | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> State:
         """A copy of its state."""
-        state: remote_functions.State = self._ask(
-            remote_functions.state_dict, self.device, prefix, keep_vars
-        )
+        state: State = self._ask(remote_functions.state_dict, self.device, prefix, keep_vars)
         if destination is None:
             return state
         destination.update(state)
@@ -186,10 +170,8 @@ class RemoteModule(nn.Module):
     ) -> _IncompatibleKeys:
         """Copy a state into the module there."""
         state = _detached(state_dict, getattr(state_dict, "_metadata", None))
-        missing, unexpected = self._ask(
-            remote_functions.load_state_dict, self.device, state, strict, assign
-        )
-        return _IncompatibleKeys(missing, unexpected)
+        keys = self._ask(remote_functions.load_state_dict, self.device, state, strict, assign)
+        return _IncompatibleKeys(*keys)
 
     def _load_from_state_dict(
         self,
@@ -274,13 +256,12 @@ _DEVICES = ("to", "to_empty", "cpu", "cuda", "ipu", "xpu", "mtia", "share_memory
 _DTYPES = ("type", "float", "double", "half", "bfloat16")
 _PARTS = ("register_parameter", "register_buffer", "add_module", "children", "named_children")
 for _name in (*_DEVICES, *_DTYPES, *_PARTS):
-    _hint = _MADE_THERE if _name in _PARTS else _PLACED
-    setattr(RemoteModule, _name, _refused(_name, _hint))
+    setattr(RemoteModule, _name, _refused(_name, _MADE_THERE if _name in _PARTS else _PLACED))
 
 
-def _detached(state: Mapping[str, Any], metadata: object) -> remote_functions.State:
+def _detached(state: Mapping[str, Any], metadata: object) -> State:
     """A copy of a state dict, with its tensors detached from their graphs."""
-    plain: remote_functions.State = OrderedDict(
+    plain: State = OrderedDict(
         (key, value.detach() if isinstance(value, torch.Tensor) else value)
         for key, value in state.items()
     )

@@ -1,8 +1,7 @@
 """clip_grad_norm_: clips gradients by their norm over all workers.
 
 Each owner returns the norms of its gradients. The caller takes the norm of these, in the order of
-the parameters, and sends all owners the factor to scale by, if any. So the result is the same bit
-for bit as in one process.
+the parameters as one process would, and sends all owners the factor to scale by, if any.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import torch
 
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.host import optimizer_host
-from gradwire.optim.shard import norms_of, parameter_of, scale
+from gradwire.optim.shard import MaybeTensors, optimizer_host, parameter_of
 from gradwire.rpc.api import rpc_async
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.rref import RRef
@@ -24,17 +22,15 @@ Ref = RRef[torch.Tensor]
 
 
 @expose
-def norms_here(
-    refs: list[Ref], norm_type: float, context: ContextId | None
-) -> list[torch.Tensor | None]:
+def norms_here(refs: list[Ref], norm_type: float, context: ContextId | None) -> MaybeTensors:
     """The norm of each parameter's gradient; None for those without one."""
-    return norms_of(optimizer_host().gradients(context, map(parameter_of, refs)), norm_type)
+    return optimizer_host().norms(map(parameter_of, refs), norm_type, context)
 
 
 @expose
 def scale_here(refs: list[Ref], coefficient: torch.Tensor, context: ContextId | None) -> None:
     """Scale the gradients of these parameters in place."""
-    scale(optimizer_host().gradients(context, map(parameter_of, refs)), coefficient)
+    optimizer_host().scale(map(parameter_of, refs), coefficient, context)
 
 
 def clip_grad_norm_(
@@ -52,16 +48,16 @@ def clip_grad_norm_(
     """
     refs = list(parameters)
     check_references(refs)
-    with torch.no_grad():
-        norms = ask_owners(refs, norms_here, norm_type, context_id)
-        total, coefficient = norm_and_scale(norms, max_norm, norm_type, error_if_nonfinite)
-        if coefficient is not None:
-            ask_owners(refs, scale_here, coefficient, context_id)
+    norms = ask_owners(refs, norms_here, norm_type, context_id)
+    total, coefficient = norm_and_scale(norms, max_norm, norm_type, error_if_nonfinite)
+    if coefficient is not None:
+        ask_owners(refs, scale_here, coefficient, context_id)
     return total
 
 
+@torch.no_grad()
 def norm_and_scale(
-    norms: list[torch.Tensor | None], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    norms: MaybeTensors, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The total norm, and the factor to scale by; None if that is 1."""
     found = [norm for norm in norms if norm is not None]

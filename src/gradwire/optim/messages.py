@@ -6,8 +6,7 @@ reference is counted.
 
 from __future__ import annotations
 
-from gradwire.ids import ContextId, RefId
-from gradwire.optim.parameter_locks import StepId
+from gradwire.ids import ContextId, RefId, StepId
 from gradwire.wire.message import Message, Seconds
 
 Scalar = None | bool | int | float | str
@@ -62,22 +61,12 @@ _INTEGERS = range(-(1 << 63), 1 << 64)
 
 
 def maybe_plain(options: dict[int, dict[str, object]]) -> PlainOptions | None:
-    """The options themselves, if all of them are plain data that a message can hold.
-
-    hot: every step
-    """
+    """The options themselves, if a message can hold all of them. hot: every step"""
     for group in options.values():
         for key, value in group.items():
             if type(key) is not str:
                 return None
-            kind = type(value)
-            if kind in _SCALARS or (kind is int and value in _INTEGERS):
-                continue
-            if kind is not tuple or not all(map(_is_scalar, value)):  # type: ignore[call-overload]
-                return None
+            for each in value if type(value) is tuple else (value,):
+                if type(each) not in _SCALARS and (type(each) is not int or each not in _INTEGERS):
+                    return None
     return options  # type: ignore[return-value]  # just checked
-
-
-def _is_scalar(value: object) -> bool:
-    kind = type(value)
-    return kind in _SCALARS or (kind is int and value in _INTEGERS)

@@ -6,8 +6,7 @@ is where and the parameter groups. All shards step or none, by a two-phase commi
     prepare   all owners at once compute the step, without changing the parameters
     commit    one message to each, once all are prepared; abort, if one has failed
 
-If all parameters are on one worker, that one does both at once. A saved state has two forms:
-gathered, which is torch's own, and by owner.
+A single owner does both at once. A saved state is gathered, which is torch's form, or by owner.
 
 Note [Locks on many workers]: a prepared step locks its parameters on each owner until it ends. Two
 steps over the same owners could each hold a lock that the other waits for. So first all owners are
@@ -29,9 +28,8 @@ import torch
 from gradwire.errors import ArgumentTypeError, UsageError
 from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.clip import ask_owners, by_owner, check_references, norm_and_scale
-from gradwire.optim.host import optimizer_host
-from gradwire.optim.shard import GroupSpec, Options, Shard, State, check_class, without_params
-from gradwire.optim.torch_private import seen_by_hooks
+from gradwire.optim.shard import GroupSpec, Options, Shard, check_class, optimizer_host, options_in
+from gradwire.optim.step import seen_by_hooks
 from gradwire.optim.two_phase_commit import Answers, TwoPhaseCommit, ask
 from gradwire.options import DEFAULT, Timeout
 from gradwire.rpc.api import remote
@@ -47,12 +45,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Steps parameters that live on any workers with one `torch.optim` class.
 
     `DistributedOptimizer(cls, params_rref, *args, **kwargs)` takes references to parameters, or
-    parameter groups of them, and the arguments of the class. `step()` uses the gradients in
-    `.grad`, `step(context_id)` those of `backward(context_id, …)`. A step is all or nothing
-    (StepFailed).
+    groups of them, and the arguments of the class. `step()` uses the gradients in `.grad`,
+    `step(context_id)` those of `backward(context_id, …)`. A step is all or nothing (StepFailed).
 
-    It is a `torch.optim.Optimizer`: schedulers take it, and `param_groups` may be changed at any
-    time. What is in it counts at the next step, on all workers.
+    Schedulers take it, and `param_groups` may be changed at any time: what is in it counts at the
+    next step, on all workers.
 
     >>> optimizer = gradwire.DistributedOptimizer(torch.optim.Adam, refs, lr=1e-3)
     >>> loss_of(batch).backward()
@@ -84,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._shards: dict[WorkerId, RRef[Shard]] = {}
         self._is_made = False
         super().__init__(cast(Any, params_rref), {})
-        owners = sorted({ref.owner().id for ref in self._refs()})
+        owners = sorted({ref.owner().id for ref in _refs_in(self.param_groups)})
         self._shards = {owner: self._new_shard(owner, self.param_groups) for owner in owners}
         self._add_defaults(self._ask_all("options").values())
         self.defaults = self._shards[owners[0]].rpc_sync().defaults()
@@ -135,9 +132,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clip the gradients of all parameters together; see `gradwire.clip_grad_norm_`."""
         parts = self._ask_all("norms", norm_type, context_id).values()
         norms = {n: norm for part in parts for n, norm in part.items()}
-        with torch.no_grad():
-            in_order = [norms[n] for n in sorted(norms)]
-            total, coefficient = norm_and_scale(in_order, max_norm, norm_type, error_if_nonfinite)
+        in_order = [norms[n] for n in sorted(norms)]
+        total, coefficient = norm_and_scale(in_order, max_norm, norm_type, error_if_nonfinite)
         if coefficient is not None:
             self._ask_all("scale", coefficient, context_id)
         return total
@@ -152,7 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_one = isinstance(group["params"], RRef)
         refs = group["params"] = [group["params"]] if is_one else list(group["params"])
         check_references(refs)
-        if set(refs) & set(self._refs()) or len(set(refs)) < len(refs):
+        if set(refs) & set(_refs_in(self.param_groups)) or len(set(refs)) < len(refs):
             raise UsageError("a reference appears in more than one place", hint="give it once")
         self.param_groups.append(group)
         if self._is_made:
@@ -188,7 +184,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         before = sum(len(each["params"]) for each in self.param_groups[:number])
         places = by_owner(group["params"]).get(owner, [])
         indices = tuple(before + n for n in places)
-        return number, indices, [group["params"][n] for n in places], without_params(group)
+        return number, indices, [group["params"][n] for n in places], options_in(group)
 
     def _add_defaults(self, answers: Iterable[dict[int, Options]]) -> None:
         """Add to the groups the default options that the class has set on the owners."""
@@ -198,10 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self.param_groups[number].setdefault(key, value)
 
     def _options(self) -> dict[int, Options]:
-        return {n: without_params(group) for n, group in enumerate(self.param_groups)}
-
-    def _refs(self) -> list[Ref]:
-        return _refs_in(self.param_groups)
+        return {n: options_in(group) for n, group in enumerate(self.param_groups)}
 
     # -- state
 
@@ -210,8 +203,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With `sharded_by_owner` the state of each owner stays apart, under the owner's name.
         """
-        parts = self._ask_all("state")
-        groups = _numbered_groups(self.param_groups)
+        parts, numbers = self._ask_all("state"), itertools.count()
+        groups = [
+            copy.deepcopy({**group, "params": [next(numbers) for _ in group["params"]]})
+            for group in self.param_groups
+        ]
         if sharded_by_owner:
             directory = self._here.worker.directory
             shards = {directory.name(owner): part for owner, part in parts.items()}
@@ -221,40 +217,53 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a saved state of either form, even if parameters are on other workers now."""
-        state, options = _split_state_dict(state_dict, self.param_groups)
-        for group, saved in zip(self.param_groups, options, strict=True):
-            refs = group["params"]
-            group.clear()
-            group.update({**self.defaults, **saved}, params=refs)  # an old one may lack some
-        by_number = self._options()
+        groups, theirs = self.param_groups, state_dict["param_groups"]
+        if len(theirs) != len(groups):
+            raise ValueError(
+                f"loaded state dict has {len(theirs)} parameter groups, this optimizer "
+                f"{len(groups)}"
+            )
+        for n, (their, mine) in enumerate(zip(theirs, groups, strict=True)):
+            if len(their["params"]) != len(mine["params"]):
+                raise ValueError(
+                    f"parameter group {n} of the loaded state dict has {len(their['params'])} "
+                    f"parameters, that of this optimizer {len(mine['params'])}"
+                )
+        parts = state_dict["shards"].values() if "shards" in state_dict else [state_dict["state"]]
+        place = {number: n for n, number in enumerate(_refs_in(theirs))}
+        state = {place[number]: value for part in parts for number, value in part.items()}
+        for mine, saved in zip(groups, copy.deepcopy(theirs), strict=True):
+            refs = mine["params"]
+            mine.clear()
+            mine.update({**self.defaults, **saved}, params=refs)  # an old one may lack some
+        owned, options = by_owner(_refs_in(groups)), self._options()
 
-        def share(owner: WorkerId) -> tuple[State, dict[int, Options]]:
-            mine = {n for n, ref in enumerate(self._refs()) if ref.owner().id == owner}
-            return {n: state[n] for n in mine & state.keys()}, by_number
+        def share(owner: WorkerId) -> tuple[dict[int, Any], dict[int, Options]]:
+            return {n: state[n] for n in owned.get(owner, ()) if n in state}, options
 
         _checked(ask(self._shards, "load", share))
 
     def checkpoint(self) -> StateDict:
         """All that is needed to resume: the values of the parameters, and `state_dict()`."""
-        return {"parameters": ask_owners(self._refs(), values_of), **self.state_dict()}
+        values = ask_owners(_refs_in(self.param_groups), values_of)
+        return {"parameters": values, **self.state_dict()}
 
     def restore(self, checkpoint: StateDict) -> None:
         """Load what `checkpoint()` saved, even into new parameters on other workers.
 
         Not all or nothing: if a worker is lost during it, restore again.
         """
-        refs, values = self._refs(), checkpoint.get("parameters")
-        if values is None:
+        refs, saved = _refs_in(self.param_groups), checkpoint.get("parameters")
+        if saved is None:
             raise UsageError(
                 "this is not a checkpoint: it has no values of parameters",
-                hint="checkpoint() makes one; load what state_dict() returns with "
-                "load_state_dict()",
+                hint="checkpoint() makes one; load_state_dict() loads what state_dict() returns",
             )
-        if len(values) != len(refs):
+        if len(saved) != len(refs):
             raise ValueError(
-                f"the checkpoint has {len(values)} parameters, this optimizer {len(refs)}"
+                f"the checkpoint has {len(saved)} parameters, this optimizer {len(refs)}"
             )
-        ask_owners(refs, set_values, values=values)
+        ask_owners(refs, set_values, values=saved)
         self.load_state_dict(checkpoint)
 
     def _ask_all(self, method: str, *args: object) -> Answers:
@@ -291,34 +300,6 @@ def _checked(answers: Answers) -> Answers:
         if isinstance(answer, Exception):
             raise answer
     return answers
-
-
-def _numbered_groups(groups: Groups) -> Groups:
-    """The groups with each parameter replaced by its number over all workers."""
-    numbers = itertools.count()
-    return [
-        copy.deepcopy({**group, "params": [next(numbers) for _ in group["params"]]})
-        for group in groups
-    ]
-
-
-def _split_state_dict(saved: StateDict, groups: Groups) -> tuple[State, Groups]:
-    """The state by number and the options of each group in a state dict; checks that it fits."""
-    theirs = saved["param_groups"]
-    if len(theirs) != len(groups):
-        raise ValueError(
-            f"loaded state dict has {len(theirs)} parameter groups, this optimizer {len(groups)}"
-        )
-    for n, (their, mine) in enumerate(zip(theirs, groups, strict=True)):
-        if len(their["params"]) != len(mine["params"]):
-            raise ValueError(
-                f"parameter group {n} of the loaded state dict has {len(their['params'])} "
-                f"parameters, that of this optimizer {len(mine['params'])}"
-            )
-    parts = saved["shards"].values() if "shards" in saved else [saved["state"]]
-    place = {number: n for n, number in enumerate(_refs_in(theirs))}
-    state = {place[number]: value for part in parts for number, value in part.items()}
-    return state, copy.deepcopy([without_params(group) for group in theirs])
 
 
 @expose

@@ -10,23 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import DeadlinePassed
-from gradwire.ids import WorkerId
+from gradwire.ids import StepId, WorkerId
 
 _POLL_SECONDS = 0.005
-
-
-class StepId(NamedTuple):
-    """One step, numbered by the worker that asked for it."""
-
-    worker: WorkerId
-    n: int
-
-    def __str__(self) -> str:
-        return f"s{self.worker}.{self.n}"
 
 
 @dataclass(slots=True)
@@ -68,9 +58,9 @@ class ParameterLocks:
                     return lock
                 late = [t for t in others if t.undo is not None and not t.ending]
                 late = [t for t in late if t.deadline < self._clock.now()]
-                if not late and not wait:
-                    return None
                 if not late:
+                    if not wait:
+                        return None
                     self._wait(others[0], deadline)
             for other in late:
                 self.give_up(other.step)

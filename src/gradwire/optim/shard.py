@@ -3,25 +3,27 @@
 A step has two halves. `Prepare` computes the new values and the new state without changing the
 parameters (step.py), and may fail. `Commit` puts them in place and cannot fail; `Abort` drops them.
 So the steps of many shards are committed only when all of them are prepared. They are messages,
-not methods that a peer may call, because StepServer checks that the sender started the step.
+not methods that a peer may call, because OptimizerHost checks that the sender started the step.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast, final
+from typing import Any, cast, final
 
 import torch
 
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.errors import BadMessage, UsageError
-from gradwire.ids import ContextId
-from gradwire.optim.host import optimizer_host
+from gradwire.current import current_worker
+from gradwire.errors import BadMessage, ContextClosed, PeerLost, UsageError
+from gradwire.ids import ContextId, StepId, WorkerId, first_of
 from gradwire.optim.messages import Abort, Agreed, Commit, PlainOptions, Prepare, StepMessage
-from gradwire.optim.parameter_locks import StepId
+from gradwire.optim.parameter_locks import ParameterLocks
 from gradwire.optim.step import Pairs, Prepared, Stepper, plain_mode
+from gradwire.optim.weight_versions import WeightVersions
 from gradwire.options import DEFAULT
 from gradwire.rpc.calls.server import CallScope
 from gradwire.rpc.expose.registry import expose
@@ -30,6 +32,8 @@ from gradwire.rpc.worker import Worker
 
 Options = dict[str, Any]
 State = dict[int, Any]
+Tensors = Iterable[torch.Tensor]
+MaybeTensors = list[torch.Tensor | None]
 GroupSpec = tuple[int, tuple[int, ...], list[RRef[torch.Tensor]], Options]
 """A group to make: its number, the numbers of its parameters, their references, its options."""
 
@@ -40,14 +44,6 @@ def check_class(cls: object) -> None:
         raise UsageError(
             f"{cls!r:.200} is no optimizer class", hint="pass a class such as torch.optim.Adam"
         )
-
-
-class Group(NamedTuple):
-    """One owner's part of a parameter group: its number, its parameters and their numbers."""
-
-    number: int
-    indices: tuple[int, ...]
-    parameters: list[torch.Tensor]
 
 
 @expose
@@ -64,8 +60,8 @@ class Shard:
     ) -> None:
         check_class(cls)  # here too: any peer can call this constructor
         self._here = optimizer_host()
-        self._here.worker.part(StepServer)
-        self._groups: list[Group] = []
+        self._groups: dict[int, dict[int, torch.Tensor]] = {}
+        """the parameters here of each group, by the numbers of both"""
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         """parameter -> proxy Parameter that torch's optimizer updates; see step.py"""
         self._prepared: dict[StepId, Prepared] = {}
@@ -85,7 +81,7 @@ class Shard:
             )
         stand_ins = [torch.nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters]
         self._stand_ins |= zip(parameters, stand_ins, strict=True)
-        self._groups.append(Group(number, indices, parameters))
+        self._groups[number] = dict(zip(indices, parameters, strict=True))
         return {**options, "params": stand_ins}
 
     def add_group(self, group: GroupSpec) -> dict[int, Options]:
@@ -101,10 +97,9 @@ class Shard:
 
     def drop_group(self, number: int) -> None:
         """Roll back `add_group` after it failed, here or on another owner."""
-        dropped = [group for group in self._groups if group.number == number]
-        self._groups = [group for group in self._groups if group.number != number]
+        dropped = self._groups.pop(number, {})
         del self._optimizer.param_groups[len(self._groups) :]  # it was the last one
-        for parameter in (p for group in dropped for p in group.parameters):
+        for parameter in dropped.values():
             self._optimizer.state.pop(self._stand_ins.pop(parameter), None)
         self._prepare_stepping()
 
@@ -122,7 +117,7 @@ class Shard:
     def options(self) -> dict[int, Options]:
         """The options of each group, by its number."""
         both = zip(self._groups, self._optimizer.param_groups, strict=True)
-        return {mine.number: without_params(group) for mine, group in both}
+        return {number: options_in(group) for number, group in both}
 
     def set_options(self, options: dict[int, Options]) -> None:
         """Set options that are not plain data, and so are not part of a Prepare message."""
@@ -130,18 +125,15 @@ class Shard:
             self._set(options)
 
     def _set(self, options: Mapping[int, Mapping[str, object]]) -> None:
-        for mine, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+        for number, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             params = group["params"]
             group.clear()
-            group.update(options[mine.number], params=params)
+            group.update(options[number], params=params)
 
     # -- a step
 
     def _prepare(self, message: Prepare, deadline: float) -> bool:
-        """Compute the step. False if another holds a parameter lock and `message.wait` is false.
-
-        If the shard is `alone`, no other worker takes part, and the step is committed at once.
-        """
+        """Compute the step. False if another holds a parameter lock and `message.wait` is false."""
         step, alone = message.step, message.alone
         locks = self._here.locks
         lock = locks.acquire(step, self._lock_keys, deadline, wait=message.wait)
@@ -166,11 +158,10 @@ class Shard:
 
     def _computed(self, context: ContextId | None, options: PlainOptions | None) -> Prepared:
         pairs = self._pairs
-        found = self._here.gradients(context, self._stand_ins)
+        found = self._here.gradients(self._stand_ins, context)
         gradients = [gradient for gradient in found if gradient is not None]
         if len(gradients) < len(found):
-            all_ = zip(pairs, found, strict=True)
-            pairs = [pair for pair, gradient in all_ if gradient is not None]
+            pairs = [pair for pair, each in zip(pairs, found, strict=True) if each is not None]
         if options is not None:
             self._set(options)
         return self._stepper.step(pairs, gradients, is_plain=options is not None)
@@ -192,10 +183,6 @@ class Shard:
         for parameter, stand_in in apart:
             stand_in.data = parameter.data
 
-    def _abort(self, step: StepId) -> None:
-        """Drop the prepared step, if there is one."""
-        self._here.locks.give_up(step)
-
     def _undo(self, step: StepId) -> None:
         with plain_mode():
             self._stepper.put_back(self._prepared.pop(step))
@@ -205,53 +192,40 @@ class Shard:
     def zero_grad(self, set_to_none: bool) -> None:
         """Like torch's zero_grad, for the parameters here."""
         for parameter in self._stand_ins:
-            if set_to_none or parameter.grad is None:
-                parameter.grad = None
-            else:
-                parameter.grad = torch.zeros_like(parameter.grad)
+            old = parameter.grad
+            parameter.grad = None if set_to_none or old is None else torch.zeros_like(old)
 
     def norms(self, norm_type: float, context: ContextId | None) -> State:
         """The norm of each gradient, by the number of its parameter."""
-        norms = norms_of(self._here.gradients(context, self._stand_ins), norm_type)
-        both = zip(self._numbered(), norms, strict=True)
-        return {i: norm for (i, _), norm in both if norm is not None}
+        norms = self._here.norms(self._stand_ins, norm_type, context)
+        return dict(zip(self._numbered(), norms, strict=True))
 
     def scale(self, coefficient: torch.Tensor, context: ContextId | None) -> None:
         """Scale the gradients in place."""
-        scale(self._here.gradients(context, self._stand_ins), coefficient)
+        self._here.scale(self._stand_ins, coefficient, context)
 
     def state(self, indices: list[int] | None = None) -> State:
-        """A copy of the state of all or some parameters, by number; those without are left out.
-
-        Made under the locks, so it has no changes of a step that may still be dropped.
-        """
+        """A copy of the state of all or some parameters, by number; those without are left out."""
         state = self._optimizer.state
-        wanted = {i: s for i, s in self._numbered() if indices is None or i in indices}
-        with self._all_locked():
+        wanted = {i: s for i, s in self._numbered().items() if indices is None or i in indices}
+        with self._all_locked():  # a step may still be dropped, with its changes
             return {i: copy.deepcopy(state[s]) for i, s in wanted.items() if s in state}
 
     def known(self) -> list[int]:
         """The numbers of the parameters that have a state."""
-        return [i for i, s in self._numbered() if s in self._optimizer.state]
+        return [i for i, s in self._numbered().items() if s in self._optimizer.state]
 
     def load(self, state: State, options: dict[int, Options]) -> None:
         """Load this state; torch casts it to the parameters' dtypes."""
         numbered = self._numbered()
-        place = {i: n for n, (i, _) in enumerate(numbered)}
-        groups = [
-            {**options[group.number], "params": [place[i] for i in group.indices]}
-            for group in self._groups
-        ]
-        mine = {place[i]: state[i] for i, _ in numbered if i in state}
+        mine = {i: value for i, value in state.items() if i in numbered}
+        groups = [{**options[n], "params": [*group]} for n, group in self._groups.items()]
         with self._all_locked():
             self._optimizer.load_state_dict({"state": mine, "param_groups": groups})
 
-    def _numbered(self) -> list[tuple[int, torch.Tensor]]:
-        return [
-            (i, self._stand_ins[p])
-            for group in self._groups
-            for i, p in zip(group.indices, group.parameters, strict=True)
-        ]
+    def _numbered(self) -> dict[int, torch.Tensor]:
+        """The stand-ins by the numbers of their parameters, in the order of `_stand_ins`."""
+        return {i: self._stand_ins[p] for each in self._groups.values() for i, p in each.items()}
 
     @contextmanager
     def _all_locked(self) -> Iterator[None]:
@@ -267,48 +241,90 @@ class Shard:
 
 
 @final
-class StepServer:
-    """Handles the messages of steps for all shards of one worker."""
+class OptimizerHost:
+    """What the optimizers share that step parameters of one worker; serves the steps of shards."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self.worker = worker
+        self.versions = WeightVersions()
+        self.locks = ParameterLocks(worker.agent.clock)
+        self.lost: dict[WorkerId, PeerLost] = {}
+        self._steps = itertools.count(first_of(worker.directory.myself.incarnation))
+        worker.engine.saving = self.versions.hooks
         agent = worker.agent
-        agent.handle(Prepare, self._prepare, Lane.USER, lambda message: message.shard)
-        agent.handle(Commit, self._end, Lane.USER)
-        agent.handle(Abort, self._end, Lane.USER)
+        agent.kinds.add(Agreed)
+        agent.on_peer_lost(self._peer_lost)
+        agent.handle(Prepare, self._serve, Lane.USER, lambda message: message.shard)
+        agent.handle(Commit, self._serve, Lane.USER)
+        agent.handle(Abort, self._serve, Lane.USER)
 
-    def _prepare(self, message: Prepare, _: Payload, source: Source) -> None:
-        deadline = self._deadline(message)
-        with CallScope(self._worker, None, deadline, makes_graphs=False):
-            done = self._shard(message, source, deadline)._prepare(message, deadline)
-        self._worker.agent.answer(source, Agreed(done), deadline=deadline)
+    def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
+        self.lost[worker] = error
+        self.worker.agent.dispatch.service.submit(lambda: self.locks.worker_lost(worker))
 
-    def _end(self, message: Commit | Abort, _: Payload, source: Source) -> None:
-        deadline, done = self._deadline(message), True
+    def gradients(self, parameters: Tensors, context: ContextId | None) -> MaybeTensors:
+        """The gradient of each, in a context or in `.grad`; None for those without one."""
+        if context is None:
+            return [parameter.grad for parameter in parameters]
+        try:
+            find = self.worker.engine.contexts.find(context).gradients.get
+        except ContextClosed:
+            raise
+        except UsageError:  # the context is open, but no call of it came to this worker
+            return [None for _ in parameters]
+        return [find(parameter) for parameter in parameters]
+
+    def norms(
+        self, parameters: Tensors, norm_type: float, context: ContextId | None
+    ) -> MaybeTensors:
+        """The norm of each gradient; None for those without one."""
+        found = self.gradients(parameters, context)
+        return [None if g is None else torch.linalg.vector_norm(g, norm_type) for g in found]
+
+    def scale(
+        self, parameters: Tensors, coefficient: torch.Tensor, context: ContextId | None
+    ) -> None:
+        """Scale the gradients in place."""
+        for gradient in self.gradients(parameters, context):
+            if gradient is not None:
+                gradient.mul_(coefficient.to(gradient.device))
+
+    def next_step(self) -> StepId:
+        """A new number for a step that this worker asks for."""
+        return StepId(self.worker.directory.me.id, next(self._steps))
+
+    def _serve(self, message: StepMessage, _: Payload, source: Source) -> None:
+        worker, done = self.worker, True
+        # At most the step timeout of this worker, because others wait for the same parameters.
+        deadline = min(worker.agent.clock.now() + message.seconds, worker.step_deadline(DEFAULT))
         shard = self._shard(message, source, deadline)
-        if isinstance(message, Commit):
-            done = shard._commit(message.step)
-        else:
-            shard._abort(message.step)
-        self._worker.agent.answer(source, Agreed(done), deadline=deadline)
-
-    def _deadline(self, message: StepMessage) -> float:
-        """At most the step timeout of this worker, because others wait for the same parameters."""
-        now = self._worker.agent.clock.now()
-        return min(now + message.seconds, self._worker.step_deadline(DEFAULT))
+        match message:
+            case Prepare():
+                with CallScope(worker, None, deadline, makes_graphs=False):
+                    done = shard._prepare(message, deadline)
+            case Commit():
+                done = shard._commit(message.step)
+            case Abort():
+                self.locks.give_up(message.step)
+        worker.agent.answer(source, Agreed(done), deadline=deadline)
 
     def _shard(self, message: StepMessage, source: Source, deadline: float) -> Shard:
         """The shard of a step; the peer must hold a reference to it, and have started the step."""
         ref, step, asker = message.shard, message.step, source.worker
         if step.worker != asker:
             raise BadMessage(f"w{asker} sent a message for {step}, which is another worker's")
-        shard = self._worker.refs.value_for(asker, ref, deadline)
+        shard = self.worker.refs.value_for(asker, ref, deadline)
         if not isinstance(shard, Shard):
             raise UsageError(f"{ref} is a {type(shard).__name__}, not a shard of an optimizer")
         return shard
 
 
-def without_params(group: dict[str, Any]) -> Options:
+def optimizer_host() -> OptimizerHost:
+    """The host of the current worker."""
+    return cast(Worker, current_worker.find()).part(OptimizerHost)
+
+
+def options_in(group: dict[str, Any]) -> Options:
     """The options of a parameter group."""
     return {key: value for key, value in group.items() if key != "params"}
 
@@ -324,17 +340,3 @@ def parameter_of(ref: RRef[torch.Tensor]) -> torch.Tensor:
     if not value.is_leaf:
         raise UsageError(f"{ref} holds a tensor of shape {tuple(value.shape)} that is not a leaf")
     return value
-
-
-def norms_of(
-    gradients: Iterable[torch.Tensor | None], norm_type: float
-) -> list[torch.Tensor | None]:
-    """The norm of each gradient; None for those that are None."""
-    return [None if g is None else torch.linalg.vector_norm(g, norm_type) for g in gradients]
-
-
-def scale(gradients: Iterable[torch.Tensor | None], coefficient: torch.Tensor) -> None:
-    """Scale gradients in place."""
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.mul_(coefficient.to(gradient.device))

@@ -4,49 +4,37 @@ The optimizer works on stand-ins. A stand-in shares its parameter's storage betw
 its own during one. So neither `.grad` nor the values of a parameter change before the commit, and
 the changes to the optimizer's state can be undone.
 
-Two shortcuts give the same bits in less time. They are for plain tensors on the CPU and for the
-classes, types and options below, which the tests compare. Half precision rounds differently, and
-Nesterov's momentum writes into the gradients.
+Two shortcuts give the same bits in less time, for plain tensors on the CPU and the classes, types
+and options below, which the tests compare. Half precision rounds differently, and Nesterov's
+momentum writes into the gradients.
 
-A batch steps many small parameters with one call for each operation. Torch's optimizers can do that
-(`foreach`), but by default only on accelerators. It is the same operators in the same order, called
-from C++, in half the time. Large parameters gain nothing, and need memory for intermediate results.
-
-SGD without momentum keeps no state and is one operator, so it is computed out of place from the
-parameters, without a copy and without torch's optimizer.
+    batches   Many small parameters are stepped with one call for each operation (`foreach`), which
+              torch does on accelerators only. These are the same operators in the same order,
+              called from C++. Large parameters gain nothing, and need memory for results.
+    SGD       Without momentum it keeps no state and is one operator, so it is computed from the
+              parameters out of place, without a copy and without torch's optimizer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, final
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast, final
 
 import torch
-from torch import optim
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, RMSprop
+from torch.optim import optimizer as _of_torch
 
-from gradwire.optim.torch_private import (
-    cloned,
-    cloned_one_by_one,
-    is_followed,
-    listed_add,
-    listed_negative,
-    take_step,
-)
+from gradwire.torch_private import is_profiled
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Parameters and their stand-ins."""
 
-_EXACT = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-)
+_EXACT = (SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop)
 _TYPES = frozenset({torch.float32, torch.float64})
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 """Subclasses may override operators, and not support lists of tensors."""
@@ -79,7 +67,7 @@ class Stepper:
         self._dtype = dtypes.pop() if is_exact and is_dense and are_torch_s else None
         self._are_small = sum(tensor.nbytes for tensor in stand_ins) <= _MOST_BYTES
         self._is_batch = self._are_small and len(stand_ins) >= _FEWEST_IN_A_BATCH
-        self._is_sgd = type(optimizer) is optim.SGD and len(optimizer.param_groups) == 1
+        self._is_sgd = type(optimizer) is SGD and len(optimizer.param_groups) == 1
 
     def step(self, pairs: Pairs, gradients: list[torch.Tensor], *, is_plain: bool) -> Prepared:
         """Step these stand-ins; returns what is needed to undo it.
@@ -124,12 +112,8 @@ class Stepper:
         for group in self._optimizer.param_groups:
             if group["foreach"] is not None or any(map(group.get, _INEXACT)):
                 return False
-        for gradient in gradients:
-            if (
-                type(gradient) is not plain
-                or gradient.dtype is not dtype
-                or gradient.layout is not strided
-            ):
+        for each in gradients:
+            if type(each) is not plain or each.dtype is not dtype or each.layout is not strided:
                 return False
         return True
 
@@ -149,10 +133,10 @@ class Stepper:
         if not all(map(torch.Tensor.is_same_size, gradients, parameters)):
             return None
         if is_ascent:
-            gradients = listed_negative(gradients)
+            gradients = list(torch._foreach_neg(gradients))
         if decay:
-            gradients = listed_add(gradients, parameters, decay)
-        return listed_add(parameters, gradients, -rate)
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+        return torch._foreach_add(parameters, gradients, alpha=-rate)
 
     def put_back(self, prepared: Prepared) -> None:
         """Undo a step."""
@@ -191,6 +175,19 @@ def copied_state(state: Mapping[torch.Tensor, Any], pairs: Pairs) -> dict[torch.
     return kept
 
 
+def cloned_one_by_one(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A clone of each, by the `clone` of its class."""
+    return [tensor.clone() for tensor in tensors]
+
+
+_clone = getattr(torch, "_foreach_clone", cloned_one_by_one)
+
+
+def cloned(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A clone of each, by one call if this torch has one for it."""
+    return _clone(tensors) if tensors else ()
+
+
 def plain_mode() -> AbstractContextManager[object]:
     """A block without grad mode or inference mode, whatever the caller has set."""
     return _plain_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
@@ -200,3 +197,46 @@ def plain_mode() -> AbstractContextManager[object]:
 def _plain_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+_all_optimizers = cast(Any, _of_torch)
+
+
+def is_followed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks or a profiler observe its steps."""
+    own = cast(Any, optimizer)
+    return bool(
+        own._optimizer_step_pre_hooks
+        or own._optimizer_step_post_hooks
+        or _all_optimizers._global_optimizer_pre_hooks
+        or _all_optimizers._global_optimizer_post_hooks
+        or is_profiled()
+    )
+
+
+def seen_by_hooks(step: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a `step` with torch's wrapper for hooks, to be run only if there are any.
+
+    hot: torch's wrapper takes as long as a message
+    """
+    wrapped = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def take(*args: P.args, **kwargs: P.kwargs) -> T:
+        self: Any = args[0]
+        # Torch has wrapped the own step of a subclass, so this one must not run the hooks again.
+        if is_followed(self) and type(self).step is take:
+            return wrapped(*args, **kwargs)
+        return step(*args, **kwargs)
+
+    take.hooked = True  # type: ignore[attr-defined]  # torch wraps no step that has it
+    return take
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without torch's wrapper if there are no hooks. hot: as `seen_by_hooks`"""
+    step: Any = type(optimizer).step
+    if "step" in vars(optimizer) or not hasattr(step, "hooked") or is_followed(optimizer):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)

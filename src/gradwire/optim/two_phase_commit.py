@@ -16,16 +16,8 @@ from gradwire.agent.agent import Outcome
 from gradwire.agent.requests.promise import Promise
 from gradwire.errors import BadMessage, CallTimeout, PeerLost, RemoteError, StepFailed
 from gradwire.ids import ContextId, WorkerId
-from gradwire.optim.host import OptimizerHost
-from gradwire.optim.messages import (
-    Abort,
-    Agreed,
-    Commit,
-    Prepare,
-    StepMessage,
-    maybe_plain,
-)
-from gradwire.optim.shard import Options, Shard
+from gradwire.optim.messages import Abort, Agreed, Commit, Prepare, StepMessage, maybe_plain
+from gradwire.optim.shard import OptimizerHost, Options, Shard
 from gradwire.options import Timeout
 from gradwire.rpc.refs.permissions import check_incarnation
 from gradwire.rpc.rref import RRef
@@ -70,8 +62,7 @@ class TwoPhaseCommit:
     def _step_alone(self) -> None:
         """Step the only shard: one message, one answer."""
         (owner,) = self._shards
-        message = self._prepare(owner, wait=True, alone=True)
-        answer = self._send(owner, message, self._deadline)
+        answer = self._send(owner, self._prepare(owner, wait=True, alone=True), self._deadline)
         outcome = self._outcome(owner, answer)
         if outcome is True:
             return
@@ -80,25 +71,25 @@ class TwoPhaseCommit:
         self._check_prepared({owner: outcome})
 
     def _step_together(self) -> None:
-        known, step = dict(self._lost), self._step
-        answers = self._tell({o: self._prepare(o) for o in self._shards}, self._deadline)
+        known, step, shards = dict(self._lost), self._step, self._shards
+        answers = self._tell({o: self._prepare(o) for o in shards}, self._deadline)
         self._check_prepared(answers)
         # If another step has locked one of them: abort, then lock in the order of the workers.
         # See Note [Locks on many workers], optimizer.py.
         if not all(answers.values()):
             limit = min(self._deadline, self._worker.agent.clock.now() + _ABORT_SECONDS)
-            self._tell({o: self._abort(o) for o in self._shards}, limit)
+            aborts = {o: Abort(s.handle.ref, step, _ABORT_SECONDS) for o, s in shards.items()}
+            self._tell(aborts, limit)
             answers = {}
-            for owner in sorted(self._shards):
-                message = self._prepare(owner, wait=True)
-                answers |= self._tell({owner: message}, self._deadline)
+            for owner in sorted(shards):
+                answers |= self._tell({owner: self._prepare(owner, wait=True)}, self._deadline)
                 self._check_prepared(answers)
         self._worker.events.emit("prepared", step)
         # Owners that were lost since they prepared.
         lost = {o: e for o, e in self._lost.items() if known.get(o) is not e}
         self._check_prepared(answers | lost)
         seconds = self._left()
-        commits = {o: Commit(s.handle.ref, step, seconds) for o, s in self._shards.items()}
+        commits = {o: Commit(s.handle.ref, step, seconds) for o, s in shards.items()}
         self._check_committed(self._tell(commits, self._deadline))
 
     # -- messages
@@ -107,9 +98,6 @@ class TwoPhaseCommit:
         seconds = self._left() * (_ALONE_SHARE if alone else 1.0)
         ref = self._shards[owner].handle.ref
         return Prepare(ref, self._step, self._context, self._options, seconds, wait, alone)
-
-    def _abort(self, owner: WorkerId) -> Abort:
-        return Abort(self._shards[owner].handle.ref, self._step, _ABORT_SECONDS)
 
     def _left(self) -> float:
         return max(0.001, self._deadline - self._worker.agent.clock.now())
@@ -125,10 +113,10 @@ class TwoPhaseCommit:
         """A promise of the answer, or the exception that kept the message from being sent."""
         what = f"{type(message).__name__} of {message.step}"
         phase = "commit" if isinstance(message, Commit) else "step"
-        worker = self._worker
+        agent = self._worker.agent
         try:
-            check_incarnation(worker.directory, self._shards[owner].handle)
-            _, promise = worker.agent.request(
+            check_incarnation(agent.directory, self._shards[owner].handle)
+            _, promise = agent.request(
                 owner, message, deadline=deadline, description=what, phase=phase
             )
             return promise
@@ -163,15 +151,14 @@ class TwoPhaseCommit:
     def _drop(self, answers: Answers) -> None:
         """Drop a step that has failed, without waiting beyond its deadline.
 
-        A shard that does not get the message in time drops the step at its own deadline. A silent
-        worker may have stopped reading, so that sending to it blocks: another thread sends to it.
+        A shard that does not get the message in time drops the step at its own deadline.
         """
         agent = self._worker.agent
         now = agent.clock.now()
         limit, sent = now + _ABORT_SECONDS, []
         for owner, answer in answers.items():
-            abort = self._abort(owner)
-            if _is_silence(answer):
+            abort = Abort(self._shards[owner].handle.ref, self._step, _ABORT_SECONDS)
+            if _is_silence(answer):  # it may have stopped reading, so that sending to it blocks
                 agent.dispatch.service.submit(partial(self._send, owner, abort, limit))
             else:
                 sent.append(self._send(owner, abort, limit))

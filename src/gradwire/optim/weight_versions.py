@@ -3,26 +3,24 @@
 A graph saves the tensors that its backward needs. Of a leaf torch saves the tensor itself, and
 compares versions in backward, so one trainer's step in place makes the backward of every other
 trainer fail. Here a step writes nothing: it gives the parameter a new storage. Saved-tensor hooks
-around functions that peers call, around engine runs for them and around all code in a context make
-a graph save the storage it has used rather than the parameter:
+around functions that peers call, engine runs for them and all code in a context make a graph save
+the storage that it has used:
 
     a parameter, or a view of one   its current storage, and the generation of that storage
     anything else                   itself, and its version
 
-The hooks turn torch's own version check off, so `_unpack` repeats it: writing in place to a tensor
-that a backward needs is an error, as ever. A graph made without the hooks, by the program itself
-outside of any context, still saves the parameter: if there is one, a step increments the
-parameter's version, so that the backward of that graph fails, as after a step of torch's. A step
-that comes while such a backward runs is a race, as in torch, which compares versions first and
-reads the weights afterwards.
+The hooks turn torch's version check off, so `_unpack` repeats it. A graph made without the hooks,
+by the program itself outside of any context, still saves the parameter: if there is one, a step
+increments the parameter's version, so that the backward of that graph fails, as after a step of
+torch's. A step while such a backward runs is a race, as in torch.
 
 Note [Between saving and computing]: an operator saves its inputs first and reads them afterwards,
 without the GIL. A step in between would make it save the old weights and use the new ones. So the
 hook notes the thread that saved a parameter and the instruction that it is at, and a step waits
 until the thread has moved on. It waits for an operator, never for user code: torch tells nobody
-that an operator has read its inputs, so the frame of its caller is polled. A loop may be seen at
-the same instruction again, and looks as if it had not moved; that costs time, but no more than
-`_OPERATOR_SECONDS`, and an operator reads a pointer to its inputs long before.
+that an operator has read its inputs, so the frame of its caller is polled. A loop that is seen at
+the same instruction again costs at most `_OPERATOR_SECONDS`, and an operator reads a pointer to its
+inputs long before.
 
 Nor may the version change while the hook saves an operator's inputs: torch would take it for a
 write by the hook, and raise. It changes only for a parameter that something else than an operator
@@ -35,8 +33,8 @@ Note [Storage that a step has left]: `p.detach()`, a view or an entry of `state_
 a step still uses the old storage, but shares a version counter with the parameter, which has a new
 storage. So a later version says nothing about the old storage: either may have been written. If
 anything but graphs holds the old storage when a step replaces it, the graphs get a copy of their
-own, which later writes do not reach. After the step only these holders can reach the old storage. A
-holder of a moment, such as an operator in another thread, costs a copy and does no harm.
+own, which later writes do not reach. A holder of a moment, such as an operator in another thread,
+costs a copy and does no harm.
 """
 
 from __future__ import annotations
@@ -44,21 +42,16 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
 
-from gradwire.optim.torch_private import (
-    accumulator_of,
-    holders_of,
-    is_over,
-    kept_by_graphs,
-    same_over,
-    use_count,
-)
+from gradwire.optim.step import Pairs
+from gradwire.torch_private import accumulator_of, holders_of, is_over, same_over, use_count
 
 _POLL_SECONDS = 0.0002
 _OPERATOR_SECONDS = 5.0
@@ -66,48 +59,43 @@ _OPERATOR_SECONDS = 5.0
 _POLLS_OF_GRAPHS = 5000
 """A parameter that is held at each of so many polls is held by a graph, not by an operator."""
 
-
 _ById = dict[int, weakref.ref[torch.Tensor]]
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Generation:
-    """One storage of a parameter. `last` is its version when a step replaced it, None before."""
+    """One storage of a parameter."""
 
-    __slots__ = ("copies", "kept", "last")
-
-    def __init__(self) -> None:
-        self.last: int | None = None
-        self.kept: _ById = {}
-        """the tensors that graphs saved"""
-        self.copies: dict[int, torch.Tensor] = {}
-        """set when it is replaced: what graphs get for the tensors that they saved, by id"""
+    last: int | None = None
+    """the parameter's version when a step replaced this storage, None before"""
+    kept: _ById = field(default_factory=dict)
+    """the tensors that graphs saved"""
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    """set when it is replaced: what graphs get for the tensors that they saved, by id"""
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """A parameter that is stepped here.
+    """A parameter that is stepped here."""
 
-    `before` keeps the storage that the last step replaced, because an operator that saves nothing
-    may still read it. `generation` is None until a graph saves the parameter. `stand_ins` are of
-    all optimizers that step it: they may share its storage, but never write to it.
-    """
-
-    __slots__ = ("before", "generation", "is_strided", "parameter", "stand_ins")
-
-    def __init__(self, parameter: weakref.ref[torch.Tensor], is_strided: bool) -> None:
-        self.parameter, self.is_strided = parameter, is_strided
-        self.generation: _Generation | None = None
-        self.before: object = None
-        self.stand_ins: _ById = {}
+    parameter: weakref.ref[torch.Tensor]
+    is_strided: bool
+    generation: _Generation | None = None
+    """None until a graph saves the parameter"""
+    before: object = None
+    """the storage that the last step replaced: an operator that saves nothing may still read it"""
+    stand_ins: _ById = field(default_factory=dict)
+    """of all optimizers that step it: they may share its storage, but never write to it"""
 
 
 @final
 class Registration:
     """What an optimizer keeps while it steps parameters: the nodes that add to their gradients.
 
-    While it does, each parameter has two references of its own, and a third is that of a graph or
-    an operator. The nodes hold the parameters, so WeightVersions must not keep them itself.
+    So each parameter has two references of its own, and a third is that of a graph or an operator.
+    The nodes hold the parameters, so WeightVersions must not keep them itself.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -116,9 +104,8 @@ class Registration:
 
     def renew(self) -> None:
         """Keep the nodes of now: torch makes new ones after a change of dtype or device."""
-        self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
-        self.is_complete = None not in self._nodes
-        """a parameter that requires no gradient has no node"""
+        self._nodes = [*map(accumulator_of, self._parameters)]
+        self.is_complete = None not in self._nodes  # one that requires no gradient has no node
 
 
 def _note(known: _ById, tensor: torch.Tensor) -> None:
@@ -205,23 +192,15 @@ class WeightVersions:
         """A block with the hooks, for code that makes graphs."""
         return _HookedBlock(self, self._hooks) if self._entries else _NOTHING
 
-    def replace(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        registration: Registration | None = None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Give each parameter the storage of its stand-in; returns the pairs that do not share one.
-
-        A parameter that shares its storage with other tensors is written in place, for these to
-        see the new values.
-        """
+    def replace(self, pairs: Pairs, registration: Registration | None = None) -> Pairs:
+        """Give each parameter the storage of its stand-in; returns pairs that still share none."""
         apart, replaced = [], []
         with self._lock:
             kept = self._wait_for_operators([parameter for parameter, _ in pairs], registration)
             for parameter, stand_in in pairs:
                 entry = self._entries[id(parameter)]
                 own: Any = parameter.untyped_storage() if entry.is_strided else parameter.data
-                # Larger than the parameter, or shared with other processes: others must see it.
+                # Shared with other tensors or processes, which must see the new values.
                 if entry.is_strided and (own.nbytes() != parameter.nbytes or own.is_shared()):
                     parameter.copy_(stand_in)
                     apart.append((parameter, stand_in))
@@ -259,10 +238,7 @@ class WeightVersions:
         return kept, tensor._version, None
 
     def _maybe_entry(self, leaf: torch.Tensor) -> _Entry | None:
-        """The entry of a leaf, which may be a parameter or another tensor for the same parameter.
-
-        A tensor that a graph unpacks, and then saves again, is not the parameter itself.
-        """
+        """The entry of a parameter, or of what a graph unpacked for it and saves again."""
         entry = self._entries.get(id(leaf))
         if entry is not None and entry.parameter() is leaf:
             return entry
@@ -279,9 +255,8 @@ class WeightVersions:
         if frame is None:  # a thread of the engine, which runs a graph made without the hooks
             return
         thread = threading.get_ident()
-        spot = self._spots.get(thread)
-        is_same = spot is not None and spot[:2] == (frame, frame.f_lasti)
-        more = spot.parameters if spot is not None and is_same else frozenset()
+        old = self._spots.get(thread)
+        more = old.parameters if old and old[:2] == (frame, frame.f_lasti) else frozenset()
         self._spots[thread] = _Spot(frame, frame.f_lasti, more | {parameter})
 
     def _wait_for_operators(
@@ -289,8 +264,7 @@ class WeightVersions:
     ) -> set[torch.Tensor] | None:
         """See Note [Between saving and computing]. Returns those held without the hooks.
 
-        None if no other thread is under the hooks: then the references to them can be counted at
-        any time until the lock is released.
+        None if no other thread is under the hooks: then the caller can still count references.
         """
         kept, others, me = parameters, set[int](), threading.get_ident()
         for polled in range(int(_OPERATOR_SECONDS / _POLL_SECONDS)):
@@ -309,15 +283,23 @@ class WeightVersions:
 
 
 def _held(parameters: list[torch.Tensor], registration: Registration | None) -> list[torch.Tensor]:
-    """Those that a graph holds itself, or an operator that is running.
-
-    hot: all parameters, at each step
-    """
+    """Those that a graph holds itself, or an operator that is running. hot: each step"""
+    # Two references are harmless: the Python object's, and that of the node that adds the gradient.
     if registration is not None and registration.is_complete:
         if max(map(use_count, parameters), default=0) <= 2:
             return []
         registration.renew()  # the third may be a node that is used no more
-    return kept_by_graphs(parameters)
+    return [each for each in parameters if use_count(each) > 1 and _is_held_by_others(each)]
+
+
+def _is_held_by_others(leaf: torch.Tensor) -> bool:
+    # A leaf that requires no gradient has no node, so its second reference counts.
+    if use_count(leaf) > 2 or not leaf.requires_grad:
+        return True
+    # The node dies with the last graph that leads to it, and a graph made while the leaf required
+    # no gradient has none. So it is made, if it is not there: then a graph's reference is a third.
+    _node = accumulator_of(leaf)
+    return use_count(leaf) > 2
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, PeerLost, UsageError
-from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_from_environment
-from gradwire.rpc.calls.client import Target
+from gradwire.ids import WorkerId
+from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_and_size_from_environment
+from gradwire.rpc.calls.client import Make, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
 from gradwire.rpc.join import clear_default_worker, join, set_default_worker
@@ -23,7 +24,6 @@ from gradwire.rpc.retry import can_repeat
 from gradwire.rpc.rref import RRef
 from gradwire.rpc.worker import Exposed, Worker
 
-P = ParamSpec("P")
 T = TypeVar("T")
 To = str | int | WorkerInfo
 
@@ -58,10 +58,17 @@ def init_rpc(
     if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     options = options_for(backend, rpc_backend_options, options)
-    place = rank_from_environment()
-    rank = place.rank if checked_rank(rank) is None else rank
+    known_rank, known_size = rank_and_size_from_environment()
+    if rank is None or rank == -1:  # torch's default
+        rank = known_rank
+    elif not isinstance(rank, Integral):
+        raise UsageError(
+            f"init_rpc was given rank={rank!r:.80}, which is not a number",
+            hint="it is init_rpc(name, rank, world_size, options); torch's second argument, the "
+            "backend, may be given as backend=…",
+        )
     if world_size is None and not options.is_open:
-        world_size = place.world_size
+        world_size = known_size
     if rank is None:
         raise UsageError(
             f"init_rpc({name!r}) does not know its rank",
@@ -83,7 +90,12 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     waits for what is in flight here, and tells the others. In a process that was forked from a
     worker this does nothing.
     """
-    worker = _default_worker()
+    worker: Worker | None = current_worker.maybe_default()
+    if worker is None:
+        raise UsageError(
+            "RPC has not been initialized. Call init_rpc first.",
+            hint="shutdown() ends the worker that init_rpc() started in this process",
+        )
     try:
         gave_up = worker.shutdown(graceful=graceful, timeout=timeout)
     finally:  # not before: functions that are still served must find their worker
@@ -133,10 +145,7 @@ def rpc_sync(
     never longer than the call that it is made in; with None or infinity, as long as the other
     worker lives.
     """
-    worker: Worker = current_worker.find()
-    number = worker.directory.number(to)
-    target = _target(func, args, kwargs)
-    deadline = worker.deadline(timeout)
+    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout)
     while True:
         try:
             return cast(T, worker.calls.call(number, target, deadline))
@@ -153,10 +162,8 @@ def rpc_async(
     timeout: Timeout = DEFAULT,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are copied before it returns."""
-    worker: Worker = current_worker.find()
-    number = worker.directory.number(to)
-    target = _target(func, args, kwargs)
-    return worker.calls.call_async(number, target, worker.deadline(timeout))
+    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout)
+    return worker.calls.call_async(number, target, deadline)
 
 
 def remote(
@@ -170,41 +177,31 @@ def remote(
 
     Using the reference raises what `func` raised.
     """
-    worker = _here()
-    number = worker.directory.number(to)
-    target = _target(func, args, kwargs)
-    created = worker.calls.remote(number, target, worker.deadline(timeout))
+    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout)
+    created = worker.calls.remote(number, target, deadline)
     return cast(RRef[T], worker.refs.make(created.handle))
 
 
 def call_as(
     description: str,
+    make: Make[T],
     to: To,
-    func: Callable[..., T],
+    func: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, Any],
 ) -> T:
-    """`rpc_sync` for gradwire's own functions; errors and warnings show `description`."""
+    """Make a call of gradwire's own (Calls.call or call_async); errors show `description`."""
     worker = _here()
     target = Target(name_of(func), args, kwargs, description)
-    result: T = worker.calls.call(worker.directory.number(to), target, worker.deadline(DEFAULT))
-    return result
+    return make(worker.calls, worker.directory.number(to), target, worker.deadline(DEFAULT))
 
 
-def call_async_as(
-    description: str,
-    to: To,
-    func: Callable[..., T],
-    args: tuple[object, ...],
-    kwargs: dict[str, Any],
-) -> Future[T]:
-    """`rpc_async` for gradwire's own functions."""
-    worker = _here()
-    target = Target(name_of(func), args, kwargs, description)
-    return worker.calls.call_async(worker.directory.number(to), target, worker.deadline(DEFAULT))
-
-
-def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
+def _prepared(
+    to: To, func: Callable[..., Any], args: object, kwargs: object, timeout: Timeout
+) -> tuple[Worker, WorkerId, Target, float]:
+    """The worker that makes a call, and what its `calls` need. hot: each call"""
+    worker: Worker = current_worker.find()
+    number = worker.directory.number(to)
     if not callable(func):
         raise ArgumentTypeError(
             f"function should be callable. A {type(func).__name__} is not",
@@ -212,21 +209,12 @@ def _target(func: Callable[..., Any], args: object, kwargs: object) -> Target:
         )
     if type(args) is not tuple:
         args = positional(args)
-    return Target(name_of(func), args, {} if kwargs is None else keywords(kwargs))
+    target = Target(name_of(func), args, {} if kwargs is None else keywords(kwargs))
+    return worker, number, target, worker.deadline(timeout)
 
 
 def _here() -> Worker:
     return cast(Worker, current_worker.find())
-
-
-def _default_worker() -> Worker:
-    worker = current_worker.maybe_default()
-    if worker is None:
-        raise UsageError(
-            "RPC has not been initialized. Call init_rpc first.",
-            hint="shutdown() ends the worker that init_rpc() started in this process",
-        )
-    return cast(Worker, worker)
 
 
 def positional(args: object, what: str = "args") -> tuple[object, ...]:
@@ -236,8 +224,6 @@ def positional(args: object, what: str = "args") -> tuple[object, ...]:
     would pass its row, a string its letters, a dict its keys, and none of these mistakes would
     show.
     """
-    if type(args) is tuple:
-        return args
     if isinstance(args, tuple | list):
         return tuple(args)
     raise _not_arguments(args, what)
@@ -289,23 +275,6 @@ def options_for(backend: object, given: Any, options: Options | None) -> Options
             "init_rpc takes options= or rpc_backend_options=, not both",
             hint="pass options=gradwire.Options(…) alone",
         )
-    return _translated(given)
-
-
-def checked_rank(rank: object) -> int | None:
-    """The rank that was passed; None for torch's default, -1."""
-    if rank is None or rank == -1:
-        return None
-    if not isinstance(rank, Integral):
-        raise UsageError(
-            f"init_rpc was given rank={rank!r:.80}, which is not a number",
-            hint="it is init_rpc(name, rank, world_size, options); torch's second argument, the "
-            "backend, may be given as backend=…",
-        )
-    return int(rank)
-
-
-def _translated(given: Any) -> Options:  # noqa: ANN401
     if not hasattr(given, "rpc_timeout") or not hasattr(given, "init_method"):
         raise UsageError(
             f"rpc_backend_options= takes the options of torch.distributed.rpc, not a "

@@ -20,20 +20,14 @@ from gradwire.agent.membership.open_world import RosterStore
 from gradwire.agent.membership.rendezvous import meet, open_store
 from gradwire.agent.peers.directory import Directory, check_name
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.secret import find_secret
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import SignedStore, find_secret
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
-from gradwire.options import (
-    Options,
-    faults_from_environment,
-    rendezvous_host,
-    tls_from_environment,
-)
+from gradwire.options import Options, faults_from_environment, rendezvous_host, tls_from_environment
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
@@ -43,8 +37,8 @@ from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.tls.transport import TlsTransport
 from gradwire.transport.unix import UnixTransport
 
-MakeWorker = Callable[[Directory, str], Worker]
-"""Makes the worker of a directory and a job."""
+MakeWorker = Callable[[Directory, str, RosterStore | None], Worker]
+"""Makes the worker of a directory and a job; in an open world with its roster."""
 
 _UNDO_SECONDS = 2.0
 _HINTS = {
@@ -81,20 +75,18 @@ def join(
     try:
         store = store if store is not None else rendezvous_store(options, rank, world_size)
         signed = SignedStore(store, secret, refusals)
+        place = (secret, transports, listener, options, expose)
 
-        def make_worker(directory: Directory, job: str) -> Worker:
+        def make_worker(directory: Directory, job: str, roster: RosterStore | None) -> Worker:
             return Worker(
                 directory,
                 job,
-                secret,
-                transports,
-                listener,
-                options,
-                expose,
+                *place,
                 store=store,
                 behavior=behavior,
                 refusals=refusals,
                 interceptor=_maybe_interceptor(directory),
+                roster=roster,
             )
 
         me = Member(rank, name, listener.address, options.incarnation, note)
@@ -126,11 +118,6 @@ def rendezvous_store(options: Options, rank: int | None, world_size: int | None)
     return open_store(options, rank, world_size, is_again=is_again)
 
 
-def forget_rendezvous_store() -> None:
-    """Close the store that is still open here: no worker will use it again."""
-    _last_store.value = None
-
-
 def _join_closed(
     me: Member, store: SignedStore, world_size: int, options: Options, make_worker: MakeWorker
 ) -> Worker:
@@ -141,7 +128,7 @@ def _join_closed(
     """
     clock = MonotonicClock()
     met = meet(store, me, world_size, options, clock)
-    worker = make_worker(met.directory, met.job)
+    worker = make_worker(met.directory, met.job, None)
     for other in reversed(met.directory.others() if me.incarnation else []):
         with suppress(PeerLost, DeadlinePassed):
             worker.agent.reach(other.id, clock.now() + options.timeouts.connect)
@@ -163,7 +150,7 @@ def _join_open(
     worker = None
     try:
         job, others = roster.before(me, limit - patience / 2)
-        worker = make_worker(Directory(me.id, [*others, me], is_open=True), job)
+        worker = make_worker(Directory(me.id, [*others, me], is_open=True), job, roster)
         worker.announce(limit)
     except BaseException:
         with suppress(RuntimeError):  # the store is gone, with all that is in it
@@ -212,19 +199,13 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
         if counted.count(kind, remote):
             _log.warning("refused %s: %s", remote, kind)
 
-    known: dict[str, Transport] = {
-        "unix": UnixTransport(
-            stall=stall,
-            limits=limits,
-            shared_bytes=shared_bytes,
-            checksum=checksum,
-            refused=refused,
-        )
-    }
+    unix = UnixTransport(
+        stall=stall, limits=limits, shared_bytes=shared_bytes, checksum=checksum, refused=refused
+    )
+    known: dict[str, Transport] = {"unix": unix}
     if tls is None:
-        near = not options.insecure
         known["tcp"] = TcpTransport(
-            stall=stall, limits=limits, checksum=checksum, this_host_only=near
+            stall=stall, limits=limits, checksum=checksum, this_host_only=not options.insecure
         )
     else:
         known["tls"] = over_tls = TlsTransport(
@@ -235,7 +216,11 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
             pending_handshakes=limits.pending_handshakes,
             refused=refused,
         )
-        _check_own_name(over_tls, name)
+        if name not in over_tls.names:
+            raise UsageError(
+                f"{name} has a certificate for {', '.join(over_tls.names)}",
+                hint=f"`gradwire certs --workers {name}` makes one for it",
+            )
     return Transports(known, _HINTS)
 
 
@@ -265,14 +250,6 @@ def _secured(transports: Transports, address: str) -> str:
     scheme, _, place = address.partition("://")
     is_secured = scheme == "tcp" and "tls" in transports.schemes
     return f"tls://{place}" if is_secured else address
-
-
-def _check_own_name(transport: TlsTransport, name: str) -> None:
-    if name not in transport.names:
-        raise UsageError(
-            f"{name} has a certificate for {', '.join(transport.names)}",
-            hint=f"`gradwire certs --workers {name}` makes one for it",
-        )
 
 
 def _address_towards(host: str) -> str:

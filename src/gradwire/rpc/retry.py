@@ -7,8 +7,8 @@ author knows whether it may run again.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, final
 
 from gradwire.agent.peers.directory import WorkerInfo
@@ -16,7 +16,6 @@ from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
 from gradwire.errors import (
     DeadlinePassed,
-    GradwireError,
     NotTrusted,
     PeerLost,
     RemoteError,
@@ -56,9 +55,7 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.is_done = error is None
         if error is None or not is_loss(error):
             return False
@@ -96,31 +93,23 @@ def retrying(
     names = [info.name for info in worker.directory.others()]
     if workers is not None:
         names = [one if isinstance(one, str) else one.name for one in workers]
-    return _tries(worker, times, restore, wait, names)
 
-
-def _tries(
-    worker: Worker,
-    times: int,
-    restore: Callable[[Attempt], object] | None,
-    wait: float,
-    names: list[str],
-) -> Iterator[Attempt]:
-    error: BaseException | None = None
-    for number in range(times):
-        attempt = Attempt(number, number == times - 1, error)
-        if error is not None:
-            _wait_until_back(worker, names, worker.agent.clock.now() + wait, error)
-            with attempt:
-                if restore is not None:
-                    restore(attempt)
-            error = attempt.failure
+    def attempts() -> Iterator[Attempt]:
+        error: BaseException | None = None
+        for number in range(times):
+            attempt = Attempt(number, number == times - 1, error)
             if error is not None:
-                continue
-        yield attempt
-        if attempt.failure is None:  # done; or the block was left by break, or not entered
-            return
-        error = attempt.failure
+                _wait_until_back(worker, names, worker.agent.clock.now() + wait, error)
+                with attempt:
+                    if restore is not None:
+                        restore(attempt)
+            if attempt.failure is None:
+                yield attempt
+                if attempt.failure is None:  # done; or left by break, or not entered
+                    return
+            error = attempt.failure
+
+    return attempts()
 
 
 def is_loss(error: BaseException) -> bool:
@@ -141,26 +130,22 @@ def _wait_until_back(
     worker: Worker, names: list[str], deadline: float, error: BaseException
 ) -> None:
     """Wait until each of these workers is connected again, restarted or not."""
-    for name in names:
-        while (missing := _maybe_missing(worker, name, deadline)) is not None:
-            if worker.agent.clock.now() >= deadline:
+    clock, waiting_for = worker.agent.clock, deque(names)
+    while waiting_for:
+        name = waiting_for[0]
+        try:
+            limit = min(deadline, clock.now() + _REACH_SECONDS)
+            worker.agent.reach(worker.directory.find(name).id, limit)
+            waiting_for.popleft()
+        except NotTrusted:
+            raise
+        except (PeerLost, DeadlinePassed, UnknownWorker) as missing:
+            if clock.now() >= deadline:
                 raise DeadlinePassed(
                     f"{name} was lost and did not come back in time: {missing}",
                     hint="run(restarts=…) starts lost workers again; retrying(wait=…) waits longer",
                 ) from error
             time.sleep(_LOOK_AGAIN_SECONDS)
-
-
-def _maybe_missing(worker: Worker, name: str, deadline: float) -> GradwireError | None:
-    """The error of connecting to a worker, or None if it is connected."""
-    try:
-        limit = min(deadline, worker.agent.clock.now() + _REACH_SECONDS)
-        worker.agent.reach(worker.directory.find(name).id, limit)
-    except (PeerLost, DeadlinePassed, UnknownWorker) as error:
-        if isinstance(error, NotTrusted):
-            raise
-        return error
-    return None
 
 
 def idempotent(function: Callable[P, T]) -> Callable[P, T]:
@@ -174,11 +159,7 @@ def idempotent(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def can_repeat(
-    worker: Worker,
-    to: WorkerId,
-    function: Callable[..., Any],
-    deadline: float,
-    error: PeerLost,
+    worker: Worker, to: WorkerId, function: Callable[..., Any], deadline: float, error: PeerLost
 ) -> bool:
     """Whether a call that failed may be repeated: then its worker is back, and was waited for."""
     if getattr(function, _MARK, False) is not True or current_context() is not None:

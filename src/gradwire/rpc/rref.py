@@ -6,35 +6,26 @@ refs/state.py counts the references.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 
-from gradwire.agent.peers.directory import Directory, WorkerInfo
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.autograd.api import backward
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
 from gradwire.options import DEFAULT, Timeout
-from gradwire.rpc.calls.client import Calls, Deadline, Target
-from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.calls.client import Target
 from gradwire.rpc.calls.server import checked_tensor
 from gradwire.rpc.refs.handles_state import RefHandle
-from gradwire.rpc.refs.refs import Refs, Value
+from gradwire.rpc.refs.refs import Value
+
+if TYPE_CHECKING:
+    from gradwire.rpc.worker import Worker
 
 T = TypeVar("T")
-
-
-class RRefHome(Protocol):
-    """The part of a Worker that its references use."""
-
-    refs: Refs
-    calls: Calls
-    directory: Directory
-    deadline: Deadline
-    """when a call that begins now times out"""
-    backward_deadline: Deadline
-    """when a backward pass that begins now times out"""
 
 
 class RRef(Generic[T]):
@@ -46,16 +37,16 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_home", "handle")
 
     def __init__(self, value: T) -> None:
-        home: RRefHome = current_worker.find()
+        home: Worker = current_worker.find()
         self._bind(home, home.refs.keep_here(Value(value)))
 
     @classmethod
-    def _of(cls, home: RRefHome, handle: RefHandle) -> RRef[T]:
+    def _of(cls, home: Worker, handle: RefHandle) -> RRef[T]:
         rref = cls.__new__(cls)
         rref._bind(home, handle)
         return rref
 
-    def _bind(self, home: RRefHome, handle: RefHandle) -> None:
+    def _bind(self, home: Worker, handle: RefHandle) -> None:
         self._home, self.handle = home, handle
         home.refs.watch(self, handle)
 
@@ -64,10 +55,8 @@ class RRef(Generic[T]):
         return self._home.refs.pack(self.handle)
 
     def _lent(self) -> object:
-        """What to send in a call to its owner if the caller waits: see refs/borrow.py."""
-        return self._home.refs.lending.maybe_lent(self.handle) or self
-
-    # -- where it is
+        """What to send in a call to its owner if the caller waits: see refs/refs.py."""
+        return self._home.refs.maybe_lent(self.handle) or self
 
     def owner(self) -> WorkerInfo:
         """The worker the value lives on."""
@@ -84,8 +73,6 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner has counted this reference."""
         return self._home.refs.is_confirmed(self.handle)
-
-    # -- the value
 
     def to_here(self, timeout: Timeout = DEFAULT) -> T:
         """The value: itself on its owner, a copy elsewhere. Waits until it is made."""
@@ -122,11 +109,9 @@ class RRef(Generic[T]):
             self.handle, dist_autograd_ctx_id, retain_graph=retain_graph, deadline=deadline
         )
 
-    # -- its methods
-
     def rpc_sync(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.rpc_sync().method(…)` runs the method on the owner and returns its result."""
-        return MethodProxy(self, self._home.calls.call, timeout, waits=True)
+        return MethodProxy(self, self._home.calls.call, timeout, _waits=True)
 
     def rpc_async(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.rpc_async().method(…)` runs the method on the owner; a future of its result."""
@@ -140,8 +125,6 @@ class RRef(Generic[T]):
             return cast(RRef[Any], self._home.refs.make(created.handle))
 
         return MethodProxy(self, call, timeout)
-
-    # -- as an object
 
     def __repr__(self) -> str:
         what = "owned here" if self.is_owner() else f"on {self.owner_name()} as {self.handle.fork}"
@@ -160,23 +143,17 @@ def reference_to(value: T) -> RRef[T]:
     return cast(RRef[T], refs.make(refs.keep_here(Value(value))))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MethodProxy:
     """The methods of the value that a reference points to, as remote calls.
 
-    `waits`: the caller waits for the result, so the reference is only lent (refs/borrow.py).
+    `_waits`: the caller waits for the result, so the reference is only lent (refs/refs.py).
     """
 
-    __slots__ = ("_call", "_rref", "_timeout", "_waits")
-
-    def __init__(
-        self,
-        rref: RRef[Any],
-        call: Callable[[int, Target, float], Any],
-        timeout: Timeout,
-        *,
-        waits: bool = False,
-    ) -> None:
-        self._rref, self._call, self._timeout, self._waits = rref, call, timeout, waits
+    _rref: RRef[Any]
+    _call: Callable[[int, Target, float], Any]
+    _timeout: Timeout
+    _waits: bool = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
@@ -191,6 +168,3 @@ class MethodProxy:
 
     def __repr__(self) -> str:
         return f"<methods of {self._rref!r}>"
-
-
-__all__ = ["Future", "RRef"]

@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar, cast, final
@@ -26,7 +26,6 @@ from gradwire.agent.membership.shutdown import GracefulShutdown, ShutdownResult
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
-from gradwire.agent.peers.signed_store import SignedStore
 from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.autograd.engine import Engine
@@ -43,8 +42,8 @@ from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
 from gradwire.rpc.recompute.checkpoint_hooks import wrap_checkpoints
-from gradwire.rpc.recompute.generators import PROCESS, Generators
-from gradwire.rpc.refs.borrow import LentRef
+from gradwire.rpc.recompute.checkpoint_run import PROCESS, Generators
+from gradwire.rpc.refs.handles_state import LentRef
 from gradwire.rpc.refs.refs import Refs
 from gradwire.rpc.rref import RRef
 from gradwire.transport.address import Transports
@@ -87,8 +86,9 @@ class Worker:
         refusals: Refusals | None = None,
         own: OwnGenerator | None = None,
         interceptor: Interceptor | None = None,
+        roster: RosterStore | None = None,  # in an open world
     ) -> None:
-        current_worker.clear_forked()
+        current_worker.is_forked = False
         self._process = os.getpid()
         self.store = store  # kept alive, as this process may host it
         self.directory, self.name = directory, directory.me.name
@@ -98,24 +98,28 @@ class Worker:
         self.generators = PROCESS if own is None else Generators(own.generator)
         self._parts: dict[object, object] = {}
         self._parts_lock = threading.RLock()  # making a part may ask for another
-        clock = clock or MonotonicClock()
-        registry = Registry(expose)
         self.events = Events(self.name)
         self.leaks: list[str] = []
         """values of this worker that were still referenced by peers when all had left"""
         self.refusals = refusals or Refusals()
         """what was refused here, by kind"""
-        place = (directory, job, secret, transports, listener)
+        place, clock = (directory, job, secret, transports, listener), clock or MonotonicClock()
         connections = Connections(*place, options, clock, self.refusals, behavior.channel)
-        self.agent = self._agent(connections, clock, registry, interceptor)
-        self._graceful_shutdown = self._make_shutdown(transports, secret)
-        self._serve(registry)
-        for part in behavior.parts:
-            self.part(part)
-        self.agent.start(lambda: self.engine.contexts.opened)
+        below, registry = (directory, connections, clock, self.events, options), Registry(expose)
+        self.agent = Agent(
+            *below,
+            type_of=sent_exception if behavior.pickle else registry.exception_type,
+            name_of=exception_name,
+            refusals=self.refusals,
+            interceptor=interceptor,
+        )
+        self._serve(registry, roster)
 
-    def _serve(self, registry: Registry) -> None:
-        """Build the layers above the agent. Each registers the messages that it serves."""
+    def _serve(self, registry: Registry, roster: RosterStore | None) -> None:
+        """Build the layers above the agent, which register the messages that they serve; start."""
+        self._graceful_shutdown: GracefulShutdown | Membership = (
+            GracefulShutdown(self.agent) if roster is None else Membership(self.agent, roster)
+        )
         agent, options, behavior = self.agent, self.options, self.behavior
         timeouts, clock, scope_for = options.timeouts, agent.clock, partial(CallScope, self)
         self.deadline: Deadline = partial(deadline_from, clock, timeouts.call)
@@ -130,13 +134,14 @@ class Worker:
             only_in_contexts=behavior.leaves_outside_contexts,
         )
         reference = behavior.reference or RRef
-        self.refs = Refs(agent, partial(reference._of, self))
+        self.refs: Refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
         bodies = BodyCodec(codec, self.engine, self.refs, behavior)
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior)
-        CallServer(
-            agent, self.engine, self.refs, bodies, registry, scope_for, behavior, self.generators
-        )
+        CallServer(self, bodies, registry)
+        for part in behavior.parts:
+            self.part(part)
+        agent.start(lambda: self.engine.contexts.opened)
 
     def _codec(self, registry: Registry, reference: type[RRef[Any]]) -> Codec | PickleCodec:
         """The codec of values. Pickles are used only if the options or compat ask for them."""
@@ -149,7 +154,7 @@ class Worker:
         for codec in (data, pickles):
             if codec is not None:
                 codec.extend(reference, _RREF_TAG, reference._pack, refs.unpacked)
-                codec.extend(LentRef, _LENT_TAG, LentRef.pack, refs.lending.borrowed)
+                codec.extend(LentRef, _LENT_TAG, LentRef.pack, refs.borrowed)
         return pickles if behavior.pickle and pickles is not None else data
 
     def __repr__(self) -> str:
@@ -170,12 +175,8 @@ class Worker:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Code in the block belongs to this worker."""
-        with current_worker.use(self):
-            if self.own is None:
-                yield
-                return
-            with self.own.drawing():
-                yield
+        with current_worker.use(self), nullcontext() if self.own is None else self.own.drawing():
+            yield
 
     @property
     def is_forked(self) -> bool:
@@ -255,34 +256,6 @@ class Worker:
         self.store = None
         if stuck:
             _log.warning("%s shut down while these still ran: %s", self.name, ", ".join(stuck))
-
-    def _agent(
-        self,
-        connections: Connections,
-        clock: Clock,
-        registry: Registry,
-        interceptor: Interceptor | None,
-    ) -> Agent:
-        return Agent(
-            self.directory,
-            connections,
-            clock,
-            self.events,
-            self.options,
-            type_of=sent_exception if self.behavior.pickle else registry.exception_type,
-            name_of=exception_name,
-            refusals=self.refusals,
-            interceptor=interceptor,
-        )
-
-    def _make_shutdown(
-        self, transports: Transports, secret: Secret
-    ) -> GracefulShutdown | Membership:
-        if not self.directory.is_open:
-            return GracefulShutdown(self.agent)
-        assert self.store is not None, "an open world has a roster, which is kept in a store"
-        store = SignedStore(self.store, secret, self.refusals)
-        return Membership(self.agent, RosterStore(store, transports, self.agent.clock))
 
     def _find_leaks(self) -> None:
         self.leaks = self.refs.leaks()

@@ -107,7 +107,8 @@ class Failpoints:
         self._asked: dict[tuple[Channel, int], str] = {}
         self._released = threading.Condition()
         self._releases = 0
-        self._mine = threading.local()
+        self._arming: set[tuple[Channel, int]] = set()
+        """requests that arm, of which the rest is ignored"""
 
     def arm(self, fault: Fault, act: Callable[[], None] | None = None) -> None:
         """Add a fault; `act` is what the action `call` calls."""
@@ -121,6 +122,7 @@ class Failpoints:
         """Remove all faults, release what is delayed, and reset the counts."""
         with self._lock:
             self._armed.clear()
+            self._arming.clear()
             self._seen.clear()
         self.release()
 
@@ -130,9 +132,9 @@ class Failpoints:
             self._releases += 1
             self._released.notify_all()
 
-    def keep_quiet(self) -> None:
-        """Ignore the request that this thread is serving: it is the one that arms."""
-        self._mine.quiet = True
+    def ignore(self, inbound: Source) -> None:
+        """Ignore what follows of a request that is being served: it is the one that arms."""
+        self._arming.add((inbound.channel, inbound.request))
 
     def fired(self) -> dict[str, bool]:
         """Each fault that is armed, and whether it has happened."""
@@ -150,14 +152,15 @@ class Failpoints:
         """Send a frame, with the points before and after it."""
         if frame.flags & IS_ANSWER:
             asked = self._asked.pop((channel, frame.request), None)
+            if (channel, frame.request) in self._arming:
+                return channel.send(frame, deadline)
             if asked is not None:
                 self._at("before-reply", asked, to, channel)
         kind = self._name(frame.kind)
         self._at("before-send", kind, to, channel)
         channel.send(frame, deadline)
         self._at("after-send", kind, to, channel)
-        if frame.flags & IS_ANSWER and not getattr(self._mine, "depth", 0):
-            self._mine.quiet = False
+        return None
 
     def around(
         self, frame: Frame, registered: Registered, run: Callable[..., None]
@@ -175,14 +178,9 @@ class Failpoints:
             registered.handler(message, payload, source)
 
         def run_around(source: Source, *args: object) -> None:
-            mine = self._mine
-            mine.depth = getattr(mine, "depth", 0) + 1
-            try:
-                run(source, *args)
+            run(source, *args)
+            if (source.channel, source.request) not in self._arming:
                 self._at("after-handle", name, source.worker, source.channel)
-            finally:
-                mine.depth -= 1
-                mine.quiet = False
 
         return registered._replace(handler=handle), run_around
 
@@ -202,8 +200,6 @@ class Failpoints:
     # -- actions
 
     def _at(self, point: str, kind: str, peer: WorkerId, channel: Channel) -> None:
-        if getattr(self._mine, "quiet", False):
-            return
         name = self._directory.name(peer)
         with self._lock:
             self._seen[f"{point} {kind}"] += 1
@@ -224,25 +220,25 @@ class Failpoints:
             case "close":
                 channel.close(f"{INJECTED}: {fault}")
             case "delay":
-                self._delay(fault.seconds)
+                until = self._clock.now() + fault.seconds
+                with self._released:
+                    releases = self._releases
+                    while self._releases == releases and self._clock.now() < until:
+                        self._clock.sleep(self._released, until)
             case _:
                 assert armed.act is not None
                 armed.act()
 
-    def _delay(self, seconds: float) -> None:
-        until = self._clock.now() + seconds
-        with self._released:
-            releases = self._releases
-            while self._releases == releases and self._clock.now() < until:
-                self._clock.sleep(self._released, until)
-
     def _name(self, kind: int) -> str:
-        name = self._names.get(kind)
-        if name is None:
-            ours = [t for t in Message.__subclasses__() if t.__module__.startswith("gradwire.")]
-            self._names = {kind_of(known): known.__name__ for known in ours}
-            name = self._names.get(kind, f"{kind:#06x}")
-        return name
+        if kind not in self._names:
+            self._names = kind_names()
+        return self._names.get(kind, f"{kind:#06x}")
+
+
+def kind_names() -> dict[int, str]:
+    """The names of gradwire's messages, by their kinds."""
+    ours = [cls for cls in Message.__subclasses__() if cls.__module__.startswith("gradwire.")]
+    return {kind_of(cls): cls.__name__ for cls in ours}
 
 
 def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:

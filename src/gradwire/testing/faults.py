@@ -19,34 +19,17 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Protocol, cast
 
-from gradwire.current import current_worker
+from gradwire.current import current_inbound, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.rpc.api import rpc_sync
 from gradwire.rpc.worker import Worker
-from gradwire.testing.failpoints import ACTIONS, POINTS, Failpoints, Fault, InjectedFault
-from gradwire.testing.proxy import HARMS, FaultProxy, Way
-
-__all__ = [
-    "ACTIONS",
-    "HARMS",
-    "POINTS",
-    "Fault",
-    "InjectedFault",
-    "FaultProxy",
-    "Way",
-    "arm",
-    "armed",
-    "disarm",
-    "fired",
-    "freeze",
-    "frozen",
-    "kill",
-    "proxied",
-    "redirect",
-    "release",
-    "seen",
-    "thaw",
-]
+from gradwire.testing.failpoints import ACTIONS as ACTIONS
+from gradwire.testing.failpoints import POINTS as POINTS
+from gradwire.testing.failpoints import Failpoints, Fault
+from gradwire.testing.failpoints import InjectedFault as InjectedFault
+from gradwire.testing.proxy import HARMS as HARMS
+from gradwire.testing.proxy import FaultProxy
+from gradwire.testing.proxy import Way as Way
 
 _FROZEN_SECONDS = 10.0
 
@@ -62,19 +45,18 @@ def arm(text: str = "", act: Callable[[], None] | None = None) -> None:
     agent = _here().agent
     if agent.interceptor is None:
         agent.interceptor = Failpoints(agent.directory, agent.clock)
-    points = _points()
-    if agent.dispatch.user.runs_this_thread:
-        points.keep_quiet()
+    points, inbound = _points(), current_inbound()
+    if inbound is not None and inbound.request:
+        points.ignore(inbound)
     for words in filter(str.strip, text.split(";")):
         points.arm(Fault.parse(words), act)
 
 
 def disarm() -> None:
     """Nothing more goes wrong on the worker whose code this is."""
-    agent = _here().agent
-    if agent.interceptor is not None:
+    if _here().agent.interceptor is not None:
         _points().disarm()
-        agent.interceptor = None
+        _here().agent.interceptor = None
 
 
 def release() -> None:
@@ -154,12 +136,11 @@ def thaw(process: _Process | int) -> None:
 @contextmanager
 def frozen(process: _Process | int) -> Iterator[None]:
     """Stopped inside the block."""
-    pid = _number(process)
-    freeze(pid)
+    freeze(process)
     try:
         yield
     finally:
-        thaw(pid)
+        thaw(process)
 
 
 def _number(process: _Process | int) -> int:

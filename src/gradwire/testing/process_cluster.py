@@ -25,20 +25,20 @@ from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.launch.child import (
     FOREVER_SECONDS,
+    SECRET,
+    WorkerSpec,
     flush_output,
     maybe_exception,
     pickled,
     prepare,
     unpickled,
+    worker_specs,
 )
-from gradwire.launch.plan import WorkerSpec, secret_in, worker_specs
 from gradwire.launch.processes import ProcessGroup
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Exposed
-
-__all__ = ["Host", "Hosts", "process_cluster"]
 
 _LEAVE_SECONDS = 5.0
 _TASK_SECONDS = 60.0
@@ -71,7 +71,7 @@ def process_cluster(
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-test-"))
         options = options or Options()
         if options.secret is None:
-            write_secret(secret_in(Path(directory)))
+            write_secret(Path(directory) / SECRET)
         mine, *theirs = worker_specs(n, options, Path(directory))
         for host, spec in zip(others.values(), theirs, strict=True):
             host.begin(_serve, spec, exposed)

@@ -77,14 +77,14 @@ class FaultProxy:
         self.target = parse_address(target)
         if self.target.port is None:
             raise UsageError(f"a proxy speaks tcp, not {target}", hint="Options(listen='tcp://…')")
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
         self.changed = threading.Condition()
         self.stalled: set[Way] = set()
         """ways that nothing passes; guarded by `changed`, as all that pumps share"""
         self.rate: float | None = None
         self.piece = _CHUNK
         """bytes a second, and in one piece"""
-        self._harms: list[_Harm] = []
+        self.harms: list[_Harm] = []
         self._pairs: list[_Pair] = []
         self.passed = {Way.THERE: 0, Way.BACK: 0}
         """bytes that have passed each way"""
@@ -112,7 +112,7 @@ class FaultProxy:
         self._listener.close()
         self.heal()
         for pair in self._end(is_reset=False):
-            pair.join()
+            pair.thread.join(_JOIN_SECONDS)
 
     # -- what may go wrong
 
@@ -133,7 +133,7 @@ class FaultProxy:
         """Everything passes, at once; what has not happened will not."""
         with self.changed:
             self.stalled, self.rate, self.piece = set(), None, _CHUNK
-            self._harms = [harm for harm in self._harms if harm.has_fired]
+            self.harms = [harm for harm in self.harms if harm.has_fired]
             self.changed.notify_all()
 
     def slow(self, bytes_per_second: float) -> None:
@@ -151,25 +151,12 @@ class FaultProxy:
         if what not in HARMS:
             raise UsageError(f"a proxy cannot {what!r} a frame", hint=", ".join(HARMS))
         with self.changed:
-            self._harms.append(_Harm(what, None if kind is None else kind_of(kind), way, nth))
+            self.harms.append(_Harm(what, None if kind is None else kind_of(kind), way, nth))
 
     def fired(self) -> int:
         """How many of the harms have happened."""
         with self.changed:
-            return sum(harm.has_fired for harm in self._harms)
-
-    # -- what the pumps ask
-
-    def due(self, way: Way, kind: int | None) -> list[str]:
-        """What is to be done to a frame that passes now."""
-        with self.changed:
-            return [harm.what for harm in self._harms if harm.is_due(way, kind)]
-
-    def flipped(self, data: bytes) -> bytes:
-        """The same bytes but for one bit."""
-        with self.changed:
-            place, bit = self._random.randrange(len(data)), self._random.randrange(8)
-        return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+            return sum(harm.has_fired for harm in self.harms)
 
     def _accept(self) -> None:
         while True:
@@ -203,19 +190,15 @@ class _Pair:
         self._sockets = (near, far)
         self._ended, self._wake = socket.socketpair()
         self._is_over = self._is_reset = False
-        self._running = 2
         for sock in self._sockets:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._threads = [
-            threading.Thread(target=self._pump, args=args, name="proxy pump", daemon=True)
-            for args in ((Way.THERE, near, far), (Way.BACK, far, near))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.thread = threading.Thread(target=self._run, name="proxy pump", daemon=True)
+        """ends when all is closed"""
+        self.thread.start()
 
     def end(self, *, is_reset: bool = False) -> None:
-        """From any thread; the pumps close what is theirs."""
+        """From any thread; the pumps notice."""
         changed = self._proxy.changed
         with changed:
             self._is_reset |= is_reset
@@ -224,9 +207,20 @@ class _Pair:
                 self._wake.send(b"x")
             changed.notify_all()
 
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join(_JOIN_SECONDS)
+    def _run(self) -> None:
+        near, far = self._sockets
+        back = threading.Thread(
+            target=self._pump, args=(Way.BACK, far, near), name="proxy pump", daemon=True
+        )
+        back.start()
+        self._pump(Way.THERE, near, far)
+        back.join()
+        for sock in self._sockets:
+            if self._is_reset:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        self._ended.close()
+        self._wake.close()
 
     def _pump(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
         held = b""
@@ -238,16 +232,20 @@ class _Pair:
             pass
         finally:
             self.end()
-            self._close()
 
     def _pass(
         self, way: Way, sink: socket.socket, kind: int | None, data: bytes, held: bytes
     ) -> bytes:
         """Send one unit, or do what is due to it; returns what is held back until the next."""
-        for what in self._proxy.due(way, kind):
+        proxy = self._proxy
+        with proxy.changed:
+            due = [harm.what for harm in proxy.harms if harm.is_due(way, kind)]
+        for what in due:
             match what:
                 case "flip":
-                    data = self._proxy.flipped(data)
+                    with proxy.changed:
+                        place, bit = proxy.random.randrange(len(data)), proxy.random.randrange(8)
+                    data = data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
                 case "drop":
                     data = b""
                 case "duplicate":
@@ -257,7 +255,7 @@ class _Pair:
                 case "stall":
                     self._pour(way, sink, data[: len(data) // 2])
                     data = data[len(data) // 2 :]
-                    self._proxy.stall(way)
+                    proxy.stall(way)
                 case _:
                     if what == "truncate":
                         self._pour(way, sink, data[: len(data) // 2])
@@ -330,15 +328,3 @@ class _Pair:
         poll.poll()
         if self._is_over:
             raise _Ended
-
-    def _close(self) -> None:
-        with self._proxy.changed:
-            self._running -= 1
-            if self._running:
-                return
-        for sock in self._sockets:
-            if self._is_reset:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            sock.close()
-        self._ended.close()
-        self._wake.close()

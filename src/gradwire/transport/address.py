@@ -1,8 +1,6 @@
 """Parsing of addresses, and the choice of a transport by their scheme.
 
-    tcp://host:port   tls://[::1]:0   unix:///path   memory://name
-
-Only its transport knows what the place in an address means.
+tcp://host:port   tls://[::1]:0   unix:///path   memory://name
 """
 
 from __future__ import annotations
@@ -14,15 +12,9 @@ from typing import final
 from gradwire.errors import UsageError
 from gradwire.transport.base import Channel, Listener, Transport
 
-_EXAMPLES = {
-    "tcp": "tcp://host:port",
-    "tls": "tls://host:port",
-    "unix": "unix:///path",
-    "memory": "memory://name",
-}
+_PLACES = {"tcp": "host:port", "tls": "host:port", "unix": "/path", "memory": "name"}
 _HINT = "addresses look like tcp://host:port, tcp://[::1]:port, unix:///path or memory://name"
 _LAST_PORT = 65535
-_WITH_PORT = {"tcp", "tls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +44,10 @@ def parse_address(text: str, expected: str | None = None) -> Address:
     if not (scheme and separator):
         raise UsageError(f"{text!r} is not an address", hint=_HINT)
     if expected is not None and scheme != expected:
-        raise UsageError(f"{text} is not a {expected} address", hint=_EXAMPLES[expected])
-    if scheme not in _WITH_PORT:
+        raise UsageError(
+            f"{text} is not a {expected} address", hint=f"{expected}://{_PLACES[expected]}"
+        )
+    if scheme not in ("tcp", "tls"):
         return Address(scheme, rest)
     has_port = rest and not rest.endswith("]")
     host, _, port = rest.rpartition(":") if has_port else (rest, "", "0")
@@ -74,13 +68,8 @@ class Transports:
     def __init__(
         self, known: Mapping[str, Transport], hints: Mapping[str, str] | None = None
     ) -> None:
-        self._known = dict(known)
-        self._hints = dict(hints or {})
-
-    @property
-    def schemes(self) -> frozenset[str]:
-        """The schemes of all transports."""
-        return frozenset(self._known)
+        self.schemes = frozenset(known)
+        self._known, self._hints = known, hints or {}
 
     def listen(self, address: str) -> Listener:
         """Listen at the address, with the transport of its scheme."""

@@ -1,10 +1,7 @@
 """The contract of every transport: whole frames, in order, between two ends.
 
-A transport carries a `Frame` by any means (a stream, a queue, shared memory) that keep the promises
-made here. This layer must not know workers, calls or what a frame means.
-`gradwire.testing.conformance` tests any transport against this contract.
-
-Deadlines are absolute, on the clock of `time.monotonic()`.
+This layer must not know workers, calls or what a frame means. `gradwire.testing.conformance` tests
+any transport against this contract. Deadlines are absolute, on the clock of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -17,14 +14,11 @@ from gradwire.options import Limits
 from gradwire.wire.message import Frame
 
 MAX_BUFFERED_BYTES = 1 << 24
-"""Bytes that a channel may buffer for a peer that does not read; the frame that reaches the limit
-is still accepted.
-"""
+"""What a channel may buffer for a peer that does not read; it accepts the frame that reaches it."""
 
+# For a reset connection too: when a process dies, the kernel resets a connection with unread bytes
+# and closes the others. The OSError is the `__cause__`.
 CLOSED_BY_PEER = "connection closed by peer"
-"""Used for a reset connection too: when a process dies, the kernel resets a connection with unread
-bytes and closes the others. The OSError is the `__cause__`.
-"""
 
 
 def closed_here(reason: str) -> str:
@@ -51,10 +45,7 @@ def recv_raw_timed_out(remote: str) -> DeadlinePassed:
 
 
 class Reentered(Exception):
-    """A finalizer or signal handler called `maybe_recv` inside one that cannot be resumed.
-
-    Nothing was changed.
-    """
+    """A finalizer or signal handler called `maybe_recv` inside one that cannot be resumed."""
 
 
 class Channel(Protocol):
@@ -66,35 +57,22 @@ class Channel(Protocol):
     its thread has already taken.
     """
 
+    remote: str
+    """The address of the other end, for error messages."""
     limits: Limits
     """The largest head and payload that the peer may announce in a prefix."""
-
-    @property
-    def peer_names(self) -> tuple[str, ...] | None:
-        """The worker names in the peer's verified certificate; None without certificates."""
-
-    @property
-    def binding(self) -> bytes:
-        """The channel binding: bytes that only the two ends of this connection know, or empty."""
-
-    @property
-    def needs_heartbeat(self) -> bool:
-        """Whether only heartbeats tell that the peer is frozen or gone.
-
-        False while a frame is being received (`stall` applies), and where both ends are in one
-        process.
-        """
+    peer_names: tuple[str, ...] | None
+    """The worker names in the peer's verified certificate; None without certificates."""
+    binding: bytes
+    """The channel binding: bytes that only the two ends of this connection know, or empty."""
+    needs_heartbeat: bool
+    """Whether only heartbeats tell that the peer is frozen or gone: not while a frame is being
+    received (`stall` applies), nor inside one process.
+    """
 
     @property
     def frames_received(self) -> int:
-        """The number of frames received, even if an interrupt came before one was returned.
-
-        After an interrupt it may be one too many, never too few.
-        """
-
-    @property
-    def remote(self) -> str:
-        """The address of the other end, for error messages."""
+        """The number of frames received; after an interrupt maybe one too many, never too few."""
 
     def send_raw(self, data: bytes, deadline: float) -> None:
         """Send raw bytes without a frame; only during the handshake, before the first frame."""
@@ -137,9 +115,8 @@ class Channel(Protocol):
 class Listener(Protocol):
     """A listening endpoint."""
 
-    @property
-    def address(self) -> str:
-        """The address to connect to, with the port or name that was chosen."""
+    address: str
+    """The address to connect to, with the port or name that was chosen."""
 
     def accept(self) -> Channel:
         """Block for the next connection; PeerLost once this listener is closed."""

@@ -1,8 +1,8 @@
 """A pool of memory blocks for received payloads.
 
-To allocate fresh pages costs as much as to read bytes into them, so blocks are cached and reused.
-A block is lent as a memoryview and returns when the last view of it dies: everything built on the
-view must keep it alive, as `torch.frombuffer` does.
+Fresh pages cost as much as reading bytes into them, so blocks are reused. A block is lent as a
+memoryview and returns when the last view of it dies: everything built on the view must keep it
+alive, as `torch.frombuffer` does.
 
 Rules of this file:
   1. A view may die in any thread, inside the garbage collector and in the middle of `take`. So
@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias, final
 
@@ -26,23 +27,19 @@ from gradwire.wire.message import ALIGNMENT
 
 # numpy.empty rather than bytearray, which fills a new block with zeros: that doubles the work, and
 # the mere prefix of a large payload would make this process touch that much memory.
-_Memory: TypeAlias = NDArray[numpy.uint8]
+Memory: TypeAlias = NDArray[numpy.uint8]
 
 _SMALLEST = 4096
-SMALL_BLOCK = _SMALLEST // 4
-"""Payloads up to this size share a block (`Slab`)."""
+SMALL_BLOCK = _SMALLEST // 4  # payloads up to this size share a block (`Slab`)
 
 
-@final
+@dataclass(slots=True, eq=False)
 class _Shelf:
     """The unused blocks of one size."""
 
-    __slots__ = ("blocks", "last_use", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.blocks: deque[_Memory] = deque()
-        self.last_use = 0
+    size: int
+    blocks: deque[Memory] = field(default_factory=deque)
+    last_use: int = 0
 
 
 @final
@@ -54,7 +51,7 @@ class BlockPool:
         # Replaced, never changed in place, so that iteration is safe. If two threads replace it at
         # once, one shelf and its blocks may be lost (rule 2).
         self._shelves: dict[int, _Shelf] = {}
-        self._lent: dict[int, tuple[weakref.ref[_Memory], _Shelf, _Memory]] = {}
+        self._lent: dict[int, tuple[weakref.ref[Memory], _Shelf, Memory]] = {}
         self._clock = count(1)
 
     @property
@@ -85,7 +82,7 @@ class BlockPool:
         self._lent[id(lease)] = (lease, shelf, memory)
         return array.data
 
-    def _came_back(self, lease: weakref.ref[_Memory]) -> None:
+    def _came_back(self, lease: weakref.ref[Memory]) -> None:
         _, shelf, memory = self._lent.pop(id(lease))
         if shelf.size > self._limit:
             return
@@ -103,11 +100,8 @@ class BlockPool:
 class Slab:
     """Cuts small blocks from one block of the smallest size, which is freed with the last of them.
 
-    A small block keeps no more memory alive than one of the pool would, and costs no weak
-    reference. Only one thread at a time may call `take`.
+    They need no weak reference. Only one thread at a time may call `take`.
     """
-
-    __slots__ = ("_memory", "_used")
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
@@ -139,7 +133,7 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _aligned(size: int) -> _Memory:
+def _aligned(size: int) -> Memory:
     memory = numpy.empty(size + ALIGNMENT, dtype=numpy.uint8)
     offset = -memory.__array_interface__["data"][0] % ALIGNMENT
     return memory[offset : offset + size]

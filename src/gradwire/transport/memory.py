@@ -21,15 +21,8 @@ from msgspec.structs import replace
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.options import Limits
+from gradwire.transport import base
 from gradwire.transport.address import parse_address
-from gradwire.transport.base import (
-    CLOSED_BY_PEER,
-    MAX_BUFFERED_BYTES,
-    closed_here,
-    never,
-    recv_raw_timed_out,
-    send_timed_out,
-)
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.wire.message import Frame, decode_prefix, encode_prefix
 
@@ -51,10 +44,9 @@ class _Item(NamedTuple):
 class _Pipe:
     """One direction of a channel: a queue of frames that holds about `capacity` bytes.
 
-    None marks the end of the queue, and is put back for the next `get`. `put` and `get` take no
-    lock, except to wait for room: a finalizer or a signal handler may interrupt either and re-enter
-    it, or wait for the peer; a held lock would then deadlock. Each counter update contains no
-    function call, so under CPython's GIL no other thread runs in the middle of it.
+    None marks its end, and is put back for the next `get`. `put` and `get` lock only to wait for
+    room: a finalizer or a signal handler may interrupt either, and re-enter it or wait for the
+    peer. An update of a counter has no function call, so under the GIL no other thread runs in it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -67,7 +59,6 @@ class _Pipe:
         self._waiting = 0
         self._ended = False
         self.frames_received = 0
-        """items that were removed"""
         self._room = threading.Condition(threading.RLock())
 
     def put(self, item: _Item, deadline: float) -> bool:
@@ -92,11 +83,8 @@ class _Pipe:
                 self._nonempty.release()
 
     def _wait_for_room(self, deadline: float) -> None:
-        """Block until there is room.
-
-        `_waiting` grows before the check here, and `get` reads it after making room: so either the
-        check sees the room, or `get` sees the waiter and notifies it.
-        """
+        # `get` reads this after making room, and here the room is checked after this: so either
+        # this thread sees the room, or `get` sees the waiter and notifies it.
         self._waiting += 1
         try:
             while self._is_full() and not self._ended:
@@ -121,10 +109,7 @@ class _Pipe:
         return item
 
     def _take(self, block: tuple[bool]) -> _Item | None:
-        """Remove and count an item, in one step: a signal handler must not lose it.
-
-        See Note [Reading inside a read] in sockets/reader.py.
-        """
+        """Remove and count an item in one step: see Note [Reading inside a read], channel.py."""
         (item,) = map(self._items.get, block)
         if item is not None:
             self.frames_received += 1
@@ -132,7 +117,7 @@ class _Pipe:
         return item
 
     def _get(self, until: float, done: Callable[[], bool]) -> _Item | None:
-        longest = threading.TIMEOUT_MAX if done is never else _POLL_SECONDS
+        longest = threading.TIMEOUT_MAX if done is base.never else _POLL_SECONDS
         while True:
             left = until - time.monotonic()
             try:
@@ -160,9 +145,8 @@ class _Pipe:
         self._append(None)
 
 
-@final
 class MemoryChannel:
-    """One end of a connection: a pipe in each direction."""
+    """One end of a connection: a pipe in each direction; testing/simulate/links.py has others."""
 
     peer_names: tuple[str, ...] | None = None
     binding = b""
@@ -174,8 +158,7 @@ class MemoryChannel:
         self.remote, self.limits = remote, limits
         self._incoming, self._outgoing, self._pool = incoming, outgoing, pool
         self._close_reason: str | None = None
-        self._raw = b""
-        """bytes received for `recv_raw` and not yet returned"""
+        self._raw = b""  # received for `recv_raw` and not yet returned
 
     def __repr__(self) -> str:
         return f"<MemoryChannel to {self.remote}: {self._close_reason or 'open'}>"
@@ -186,17 +169,16 @@ class MemoryChannel:
         return self._incoming.frames_received
 
     def send_raw(self, data: bytes, deadline: float) -> None:
-        """Queue the bytes; see `Channel.send_raw`."""
+        """See `Channel.send_raw`."""
         self._put(_Item(data, None, len(data)), deadline)
 
     def recv_raw(self, length: int, deadline: float) -> bytes:
-        """Take raw bytes from the queue; see `Channel.recv_raw`."""
+        """See `Channel.recv_raw`."""
         while len(self._raw) < length:
             item = self._maybe_take(deadline)
             if item is None:
-                raise recv_raw_timed_out(self.remote)
-            head = item.frame.head if item.frame is not None else b""
-            self._raw += item.prefix + head
+                raise base.recv_raw_timed_out(self.remote)
+            self._raw += item.prefix + (item.frame.head if item.frame is not None else b"")
         data, self._raw = self._raw[:length], self._raw[length:]
         return data
 
@@ -220,19 +202,19 @@ class MemoryChannel:
         try:
             was_put = self._outgoing.put(item, deadline)
         except TimeoutError:
-            raise send_timed_out(self.remote) from None
+            raise base.send_timed_out(self.remote) from None
         if not was_put:
             self._check_open()
-            raise PeerLost(CLOSED_BY_PEER)
+            raise PeerLost(base.CLOSED_BY_PEER)
 
     def recv(self) -> Frame:
-        """Block for the next frame; see `Channel.recv`."""
+        """See `Channel.recv`."""
         frame = self.maybe_recv(math.inf)
         assert frame is not None, "without a deadline, recv waits for a frame"
         return frame
 
-    def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
-        """Wait for the next frame; see `Channel.maybe_recv`."""
+    def maybe_recv(self, until: float, done: Callable[[], bool] = base.never) -> Frame | None:
+        """See `Channel.maybe_recv`."""
         item = self._maybe_take(until, done)
         if item is None:
             return None
@@ -245,7 +227,7 @@ class MemoryChannel:
             raise
         return item.frame
 
-    def _maybe_take(self, until: float, done: Callable[[], bool] = never) -> _Item | None:
+    def _maybe_take(self, until: float, done: Callable[[], bool] = base.never) -> _Item | None:
         """The next item; None if there is none by `until`."""
         self._check_open()
         try:
@@ -255,13 +237,13 @@ class MemoryChannel:
             return None
         self._check_open()
         if item is None:
-            self._end(CLOSED_BY_PEER)
-            raise PeerLost(CLOSED_BY_PEER)
+            self._end(base.CLOSED_BY_PEER)
+            raise PeerLost(base.CLOSED_BY_PEER)
         return item
 
     def close(self, reason: str = "close() was called") -> None:
-        """End both directions; see `Channel.close`."""
-        self._end(closed_here(reason))
+        """See `Channel.close`."""
+        self._end(base.closed_here(reason))
 
     def _end(self, reason: str) -> None:
         # Two threads may both pass this test; the later reason stays, and either is true.
@@ -286,7 +268,7 @@ class MemoryListener:
         self._close_reason: str | None = None
 
     def accept(self) -> MemoryChannel:
-        """Block for the next connection; see `Listener.accept`."""
+        """See `Listener.accept`."""
         channel = self.backlog.get()
         if channel is None:
             self.backlog.put(None)
@@ -298,7 +280,7 @@ class MemoryListener:
         with self._lock:
             if self._close_reason is not None:
                 return
-            self._close_reason = closed_here(reason)
+            self._close_reason = base.closed_here(reason)
             self._forget()
         with suppress(Empty):
             while waiting := self.backlog.get_nowait():
@@ -310,7 +292,9 @@ class MemoryListener:
 class MemoryNetwork:
     """An in-process transport with its own names."""
 
-    def __init__(self, *, limits: Limits | None = None, capacity: int = MAX_BUFFERED_BYTES) -> None:
+    def __init__(
+        self, *, limits: Limits | None = None, capacity: int = base.MAX_BUFFERED_BYTES
+    ) -> None:
         self._limits, self._capacity, self._pool = limits or Limits(), capacity, BlockPool()
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = count(1)
@@ -325,10 +309,8 @@ class MemoryNetwork:
             if name in self._listeners:
                 raise UsageError(f"cannot listen on {address}: the name is taken")
             forget = partial(self._listeners.pop, name)
-            listener = self._listeners[name] = MemoryListener(
-                f"memory://{name}", self._lock, forget
-            )
-        return listener
+            self._listeners[name] = MemoryListener(f"memory://{name}", self._lock, forget)
+            return self._listeners[name]
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> MemoryChannel:
         """Connect to the listener of that name; this never waits."""

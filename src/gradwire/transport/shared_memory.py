@@ -9,23 +9,19 @@ Nothing here waits. The payload goes through the socket, which knows how to wait
 the peer's tensors occupy all blocks, if MAX_BUFFERED_BYTES were announced and not yet received, or
 if the system has no memory for another block.
 
-A block is an anonymous file (memfd) that both processes map; it is freed with its last user.
-
-    page 0   its first byte is the state
-    page 1…  the payload
-
-One end makes the block and fills it, the other borrows it. The state says which end may use it:
+A block is an anonymous file (memfd) that both processes map; it is freed with its last user. The
+first byte of page 0 is the state, the payload begins at page 1. One end makes the block and fills
+it, the other borrows it. The state says which end may use it:
 
     FREE   the maker may fill or drop it
     SENT   filled and announced, not yet received
     READ   received; views of it are alive
     GONE   dropped by its maker; the borrower forgets it when it next looks
 
-The borrower returns a block by writing one byte. A finalizer does so, and it can run anywhere, so
-it must not do more. All reads of the block happen before that write, because the reference count
-of the last view falls to zero first.
+The borrower returns a block by writing one byte. A finalizer does so, which can run anywhere, so it
+must not do more. All reads happen before that write: the last view has died then.
 
-A descriptor comes from a peer, and `adopt` trusts nothing about it. Both ends can write to a block
+A descriptor comes from a peer, and `_adopt` trusts nothing about it. Both ends can write to a block
 at any time; workers of one user trust each other not to do so while it is lent. A forked child
 shares the blocks of its parent: it must copy what it wants to keep.
 """
@@ -45,16 +41,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias, cast, final
 
 import numpy
 import torch
-from numpy.typing import NDArray
 
 from gradwire.errors import BadMessage
 from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
-from gradwire.transport.buffer_pool import size_class
+from gradwire.transport.buffer_pool import Memory, size_class
 from gradwire.wire.message import Buffer
 
 _log = logging.getLogger("gradwire")
@@ -64,20 +60,17 @@ FIRST_PAGE: Final = 4096
 
 SHARED_AT_MOST: Final = 1 << 30
 """The most bytes of shared memory that one end of one channel makes."""
+SHARED_FROM: Final = 1 << 17
+"""The smallest payload that goes through shared memory; below, the socket is as fast."""
+MOST_BLOCKS: Final = 128
+"""The most blocks that one end of one channel has at a time."""
 
 NOTE: Final = struct.Struct("<II")
 ANCILLARY_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("i"))
-READ_FLAGS: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 Ancillary: TypeAlias = Sequence[tuple[int, int, bytes]]
 Received: TypeAlias = tuple[int, Ancillary, int, object]
 """The result of `socket.recvmsg_into`."""
-
-SHARED_FROM: Final = 1 << 17
-"""The smallest payload that goes through shared memory; below, the socket is as fast."""
-
-MOST_BLOCKS: Final = 128
-"""The most blocks that one end of one channel has at a time."""
 
 _LOOSEST_FIT: Final = 4
 # At most one frame is incomplete when the first byte of the next one is read.
@@ -94,30 +87,64 @@ def can_share() -> bool:
 
 @final
 class Block:
-    """A mapped block; it is unmapped when neither it nor a view of it is referenced."""
+    """A mapped block; it is unmapped when neither it nor a view of it is referenced.
 
-    __slots__ = ("_lease", "_memory", "_state", "number", "room")
+    Its maker fills and sends it in a `with` block, its borrower lends it to tensors.
+    """
 
     def __init__(self, number: int, descriptor: int, room: int) -> None:
-        self.number = number
-        self.room = room
-        self._memory: NDArray[numpy.uint8] = numpy.asarray(_Mapping(descriptor, FIRST_PAGE + room))
-        self._state = self._memory.data[:1]
-        self._lease: weakref.ref[NDArray[numpy.uint8]] | None = None
+        self.number, self.room = number, room
+        self._memory = _mapped(descriptor, FIRST_PAGE + room)
+        self.state = self._memory.data[:1]  # one byte, which the peer may change at any time
+        self.lease: Callable[[], Memory | None] = lambda: None
+        """returns None unless the view returned by `lend`, or a slice of it, is alive"""
+        # Its maker keeps it until the peer has it. A list, because a send that ends and a close of
+        # the channel may both close it: `pop` succeeds for one of them only.
+        self.descriptors: list[int] = []
+        self.is_filling = False
+        self.length = 0
 
     @property
-    def state(self) -> int:
-        """FREE, SENT, READ or GONE; the peer may change it at any time."""
-        return self._state[0]
-
-    @state.setter
-    def state(self, state: int) -> None:
-        self._state[0] = state
+    def note(self) -> bytes:
+        """The bytes that replace the payload in the frame."""
+        return NOTE.pack(self.number, len(self.descriptors))
 
     @property
-    def is_lent(self) -> bool:
-        """Whether the view returned by `lend`, or a slice of it, is alive."""
-        return self._lease is not None and self._lease() is not None
+    def ancillary(self) -> Ancillary:
+        """The ancillary data of the frame: the descriptor of a new block."""
+        rights = array("i", self.descriptors).tobytes()
+        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the block may be filled; not before its last send has closed the descriptor."""
+        return not self.is_filling and self.state[0] == FREE
+
+    @property
+    def unread(self) -> int:
+        """Bytes announced to the peer and not yet received."""
+        return self.length if not self.is_filling and self.state[0] == SENT else 0
+
+    def begin(self, length: int) -> Block:
+        """Reserve the block for a payload of this length."""
+        self.state[0] = SENT
+        self.is_filling, self.length = True, length
+        return self
+
+    def __enter__(self) -> None:
+        """Fill the block and send the frame."""
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if failure is None:
+            self.close()
+        else:  # no byte of the frame was sent, or the channel ended
+            self.state[0] = FREE
+        self.is_filling = False
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping stays."""
+        with suppress(IndexError):
+            os.close(self.descriptors.pop())
 
     def fill(self, payload: Sequence[Buffer]) -> None:
         """Copy the parts into the block one after the other; the payload is not copied again."""
@@ -135,20 +162,20 @@ class Block:
         # A slice of a memoryview refers to the array, not to the memoryview it was sliced from. So
         # the weak reference is to the array.
         lease = self._memory[FIRST_PAGE : FIRST_PAGE + nbytes]
-        state, process = self._state, os.getpid()
+        state, process = self.state, os.getpid()
 
         def free(_: object) -> None:
             # In a forked child only the child's view died; the parent may still read the block.
             if os.getpid() == process:
                 state[0] = FREE
 
-        self.state = READ
-        self._lease = weakref.ref(lease, free)
+        state[0] = READ
+        self.lease = weakref.ref(lease, free)
         return lease.data
 
 
-def make_block(number: int, room: int) -> tuple[Block, int]:
-    """Make a block; returns it and its descriptor, which the caller closes. OSError on failure."""
+def make_block(number: int, room: int) -> Block:
+    """Make a block; OSError on failure."""
     size = FIRST_PAGE + room
     descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -157,48 +184,28 @@ def make_block(number: int, room: int) -> tuple[Block, int]:
         os.posix_fallocate(descriptor, 0, size)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        return Block(number, descriptor, room), descriptor
+        block = Block(number, descriptor, room)
+        block.descriptors.append(descriptor)
+        return block
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def adopt(number: int, descriptor: int, most: int) -> Block:
-    """Map the peer's block and close the descriptor; BadMessage if mapping it is not safe.
-
-    `most` is the largest accepted size.
-    """
-    try:
-        fault = _fault_of(descriptor, most)
-        if fault is not None:
-            raise BadMessage(f"shared block {number} is refused: {fault}")
-        return Block(number, descriptor, os.fstat(descriptor).st_size - FIRST_PAGE)
-    except OSError as error:
-        raise BadMessage(f"shared block {number} cannot be mapped: {error}") from error
-    finally:
-        os.close(descriptor)
-
-
-@final
-class _Mapping:
-    """A mapped file that keeps no descriptor open, as `mmap.mmap` would.
+def _mapped(descriptor: int, size: int) -> Memory:
+    """A mapped file, without an open descriptor as `mmap.mmap` would keep.
 
     Torch does the mapping, but no torch operator is called: the sending thread may be inside a
     dispatch mode of the user, which would see it.
     """
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        try:
-            path = f"/proc/self/fd/{descriptor}"
-            self._storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (self._storage.data_ptr(), False),
-        }
+    try:
+        path = f"/proc/self/fd/{descriptor}"
+        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    place = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (storage.data_ptr(), False)}
+    # The array keeps this object alive, and with it the storage.
+    return numpy.asarray(SimpleNamespace(__array_interface__=place, storage=storage))
 
 
 def _fault_of(descriptor: int, most: int) -> str | None:
@@ -219,103 +226,109 @@ def _fault_of(descriptor: int, most: int) -> str | None:
 
 
 @final
-class Loan:
-    """A block made by this end: being filled, lent to the peer, or free."""
+class SharedMemory:
+    """The shared memory of one channel: the blocks it lends to the peer, and those it borrows.
 
-    __slots__ = ("_descriptors", "block", "is_filling", "length")
-
-    def __init__(self, block: Block, descriptor: int) -> None:
-        self.block = block
-        # Empty once the peer has it. A list, because a send that ends and a close of the channel
-        # may both close the descriptor: `pop` succeeds for one of them only.
-        self._descriptors = [descriptor]
-        self.is_filling = False
-        self.length = 0
-
-    @property
-    def note(self) -> bytes:
-        """The bytes that replace the payload in the frame."""
-        return NOTE.pack(self.block.number, len(self._descriptors))
-
-    @property
-    def ancillary(self) -> Ancillary:
-        """The ancillary data of the frame: the descriptor of a new block."""
-        rights = array("i", self._descriptors).tobytes()
-        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
-
-    @property
-    def unread(self) -> int:
-        """Bytes announced to the peer and not yet received."""
-        return self.length if not self.is_filling and self.block.state == SENT else 0
-
-    def begin(self, length: int) -> None:
-        """Reserve the block for a payload of this length."""
-        self.block.state = SENT
-        self.is_filling, self.length = True, length
-
-    def __enter__(self) -> None:
-        """Begin to send the frame; if that fails, no byte was sent or the channel ended."""
-
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if failure is not None:
-            self.withdraw()
-            return
-        self.close()
-        self.is_filling = False
-
-    def withdraw(self) -> None:
-        """Free the block again: it was not announced to the peer."""
-        self.is_filling = False
-        self.block.state = FREE
-
-    def close(self) -> None:
-        """Close the descriptor; the mapping stays."""
-        with suppress(IndexError):
-            os.close(self._descriptors.pop())
-
-
-@final
-class Lender:
-    """The blocks that one end of a channel makes and fills."""
+    Any thread may call `reserve`, one thread at a time the methods for borrowed blocks. At most
+    `limit` bytes are lent, for payloads of `smallest` bytes or more.
+    """
 
     def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
-        self._limit, self._smallest = limit, smallest
-        self._lock = threading.RLock()
+        self._limit, self.smallest = limit, smallest
+        self.peer_takes_blocks = False
+        self._lock = threading.RLock()  # for the blocks that this end makes
         self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
         """whether this thread holds the lock: then a finalizer or signal handler is asking"""
-        self._loans: list[Loan] = []  # the least recently used first
+        self._lent: list[Block] = []  # the least recently used first
         self._making = 0
-        self.bytes = 0
-        """the size of all blocks that exist now"""
+        self.lent_bytes = 0  # the size of all blocks that this end has made
         self._numbers = count(1)
-        self._is_closed = False
-        self._has_warned = False
+        self._is_closed = self._has_warned = False
+        self._borrowed: dict[int, Block] = {}
+        self.received: Received | None = None
+        """the last read that received file descriptors (SCM_RIGHTS), until they are stored"""
+        self.unclaimed: deque[int] = deque()
+        """received descriptors in order, each for the next frame with a new block"""
 
-    def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """Copy the payload into a block; None if it must go through the socket.
+    def reserve(self, payload: Sequence[Buffer]) -> Block | None:
+        """A block for the payload; None if it must go through the socket.
 
         hot: benchmarks of bandwidth
         """
+        if not payload or not self.peer_takes_blocks:
+            return None
         length = sum(map(len, payload))
-        if length < max(1, self._smallest):
+        if length < max(1, self.smallest):
             return None
         try:
-            loan = self._take(length)
+            return self._take(length)
         finally:
             if self._is_closed:
                 self._forget()
-        if loan is not None:
-            try:
-                loan.block.fill(payload)
-            except BaseException:
-                loan.withdraw()
-                raise
-        return loan
+
+    def open(
+        self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
+    ) -> memoryview:
+        """The payload in the block that `note` refers to; BadMessage if there is none."""
+        number, is_new = NOTE.unpack(note)
+        if is_new:
+            self._adopt(number, descriptor, limits)
+        block = self._borrowed.get(number)
+        if block is None:
+            raise BadMessage(f"shared block {number} is unknown")
+        if not 0 < length <= block.room:
+            raise BadMessage(f"{length} bytes are not in shared block {number} of {block.room}")
+        if block.lease() is not None:
+            raise BadMessage(f"shared block {number} was reused while it was in use")
+        return block.lend(length)
 
     def close(self) -> None:
-        """Forget all blocks, and make no more."""
+        """Forget all blocks, and make no more; tensors in them keep their memory alive.
+
+        Called when no thread sends or receives any more.
+        """
         self._is_closed = True
         self._forget()
+        self._borrowed.clear()
+        while self.unclaimed:
+            os.close(self.unclaimed.popleft())
+
+    def keep_descriptors(self, received: Received) -> None:
+        """Store the descriptors of a read, and close those that no frame refers to."""
+        found = array("i")
+        for level, kind, data in received[1]:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+        fresh = found.tolist()
+        # In one step: see Note [Reading inside a read] in sockets/channel.py.
+        if self.received is received:
+            self.received = None
+            self.unclaimed += fresh
+        while len(self.unclaimed) > _MOST_UNCLAIMED:
+            os.close(self.unclaimed.popleft())
+
+    def _adopt(self, number: int, descriptor: int | None, limits: Limits) -> None:
+        """Map the peer's block and close the descriptor; BadMessage if mapping it is not safe."""
+        if descriptor is None:
+            raise BadMessage(
+                f"shared block {number} arrived without its descriptor",
+                hint="if this process has no free descriptors, raise ulimit -n",
+            )
+        for known, block in self._borrowed.copy().items():  # an inner read may change it meanwhile
+            if block.state[0] == GONE:
+                self._borrowed.pop(known, None)
+        try:
+            fault = _fault_of(descriptor, size_class(limits.payload))
+            if fault is not None:
+                raise BadMessage(f"shared block {number} is refused: {fault}")
+            block = Block(number, descriptor, os.fstat(descriptor).st_size - FIRST_PAGE)
+        except OSError as error:
+            raise BadMessage(f"shared block {number} cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+        if number in self._borrowed or len(self._borrowed) >= MOST_BLOCKS:
+            raise BadMessage(f"shared block {number} is known already, or one too many")
+        self._borrowed[number] = block
 
     def _forget(self) -> None:
         # A signal handler may close while its own thread is in `_take`, so this must not wait for
@@ -323,61 +336,59 @@ class Lender:
         if self._is_inside() or not self._lock.acquire(blocking=False):
             return
         try:
-            for loan in self._loans:
-                loan.close()
-            self._loans.clear()
-            self.bytes = 0
+            for block in self._lent:
+                block.close()
+            self._lent.clear()
+            self.lent_bytes = 0
         finally:
             self._lock.release()
 
-    def _take(self, length: int) -> Loan | None:
+    def _take(self, length: int) -> Block | None:
         if self._is_inside():
             return None
         room = size_class(length)
         with self._lock:
-            if self._is_closed or sum(loan.unread for loan in self._loans) >= MAX_BUFFERED_BYTES:
+            if self._is_closed or sum(block.unread for block in self._lent) >= MAX_BUFFERED_BYTES:
                 return None
-            loan = self._best_fit(length)
-            if loan is not None:
-                loan.begin(length)
-                return loan
+            block = self._best_fit(length)
+            if block is not None:
+                return block.begin(length)
             if not self._has_room_for(room):
                 return None
-            self.bytes += room
+            self.lent_bytes += room
             self._making += 1
         return self._made(room, length)
 
-    def _best_fit(self, length: int) -> Loan | None:
+    def _best_fit(self, length: int) -> Block | None:
         """The smallest free block that is large enough; among equals the most recently used."""
         sizes = range(length, _LOOSEST_FIT * length + 1)
-        fitting = [loan for loan in reversed(self._loans) if loan.block.room in sizes]
-        free = [loan for loan in fitting if loan.block.state == FREE]
-        best = min(free, key=lambda loan: loan.block.room, default=None)
+        fitting = [block for block in reversed(self._lent) if block.room in sizes]
+        free = [block for block in fitting if block.is_free]
+        best = min(free, key=lambda block: block.room, default=None)
         if best is not None:
-            self._loans.remove(best)
-            self._loans.append(best)
+            self._lent.remove(best)
+            self._lent.append(best)
         return best
 
     def _has_room_for(self, room: int) -> bool:
         """Whether a block may be made; drops free blocks for it, the least recently used first."""
         if room > self._limit:
             return False
-        free = iter([loan for loan in self._loans if loan.block.state == FREE])
-        while self.bytes + room > self._limit or len(self._loans) + self._making >= MOST_BLOCKS:
-            loan = next(free, None)
-            if loan is None:
+        free = iter([block for block in self._lent if block.is_free])
+        while self.lent_bytes + room > self._limit or len(self._lent) + self._making >= MOST_BLOCKS:
+            block = next(free, None)
+            if block is None:
                 return False
-            loan.block.state = GONE
-            loan.close()
-            self._loans.remove(loan)
-            self.bytes -= loan.block.room
+            block.state[0] = GONE
+            block.close()
+            self._lent.remove(block)
+            self.lent_bytes -= block.room
         return True
 
-    def _made(self, room: int, length: int) -> Loan | None:
-        loan = None
+    def _made(self, room: int, length: int) -> Block | None:
+        block = None
         try:
-            loan = Loan(*make_block(next(self._numbers), room))
-            loan.begin(length)
+            block = make_block(next(self._numbers), room).begin(length)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -386,88 +397,8 @@ class Lender:
         finally:
             with self._lock:
                 self._making -= 1
-                if loan is None:
-                    self.bytes -= room
+                if block is None:
+                    self.lent_bytes -= room
                 else:
-                    self._loans.append(loan)
-        return loan
-
-
-def descriptors_in(received: Received) -> list[int]:
-    """The descriptors in the ancillary data of a read."""
-    found = array("i")
-    for level, kind, data in received[1]:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()
-
-
-@final
-class SharedMemory:
-    """The shared memory of one channel: the blocks it lends to the peer, and those it borrows.
-
-    Any thread may call `place`, one thread at a time the methods for borrowed blocks.
-    """
-
-    def __init__(self, limit: int = SHARED_AT_MOST, smallest: int = SHARED_FROM) -> None:
-        self.lender = Lender(limit, smallest)
-        self.smallest = smallest
-        self.peer_takes_blocks = False
-        self._blocks: dict[int, Block] = {}
-        """the borrowed ones"""
-        self.unclaimed: deque[int] = deque()
-        """received descriptors in order, each for the next frame with a new block"""
-
-    def place(self, payload: Sequence[Buffer]) -> Loan | None:
-        """Copy the payload into a block if the peer takes blocks; None otherwise."""
-        if not payload or not self.peer_takes_blocks:
-            return None
-        return self.lender.place(payload)
-
-    def open(
-        self, note: Buffer, length: int, limits: Limits, descriptor: int | None = None
-    ) -> memoryview:
-        """The payload in the block that `note` refers to; BadMessage if there is none.
-
-        For a new block, `descriptor` is mapped and closed.
-        """
-        number, is_new = NOTE.unpack(note)
-        if is_new:
-            self._adopt(number, descriptor, limits)
-        block = self._blocks.get(number)
-        if block is None:
-            raise BadMessage(f"shared block {number} is unknown")
-        if not 0 < length <= block.room:
-            raise BadMessage(f"{length} bytes are not in shared block {number} of {block.room}")
-        if block.is_lent:
-            raise BadMessage(f"shared block {number} was reused while it was in use")
-        return block.lend(length)
-
-    def close(self) -> None:
-        """Forget all blocks; tensors in them keep their memory alive.
-
-        Called when no thread sends or receives any more.
-        """
-        self.lender.close()
-        self._blocks.clear()
-        while self.unclaimed:
-            os.close(self.unclaimed.popleft())
-
-    def forget_unclaimed(self) -> None:
-        """Close descriptors that no frame refers to."""
-        while len(self.unclaimed) > _MOST_UNCLAIMED:
-            os.close(self.unclaimed.popleft())
-
-    def _adopt(self, number: int, descriptor: int | None, limits: Limits) -> None:
-        if descriptor is None:
-            raise BadMessage(
-                f"shared block {number} arrived without its descriptor",
-                hint="if this process has no free descriptors, raise ulimit -n",
-            )
-        gone = [known for known, block in self._blocks.items() if block.state == GONE]
-        for known in gone:
-            del self._blocks[known]
-        block = adopt(number, descriptor, size_class(limits.payload))
-        if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
-            raise BadMessage(f"shared block {number} is known already, or one too many")
-        self._blocks[number] = block
+                    self._lent.append(block)
+        return block

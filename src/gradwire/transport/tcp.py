@@ -1,7 +1,7 @@
 """Frames over TCP, to this host or another; IPv4 and IPv6.
 
-Plain TCP neither encrypts nor authenticates; the agent's handshake does the latter. Host names are
-resolved by the operating system, and no deadline can interrupt that.
+Plain TCP neither encrypts nor authenticates; the agent's handshake does the latter. No deadline can
+interrupt the operating system while it resolves a host name.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from gradwire.errors import UsageError
 from gradwire.options import Limits
 from gradwire.transport.address import Address, parse_address
 from gradwire.transport.buffer_pool import BlockPool
+from gradwire.transport.sockets import stream
 from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel
-from gradwire.transport.sockets.listener import SocketListener, listening_socket
-from gradwire.transport.sockets.stream import connecting_to, reason_of, seconds_until
 
 _DEFAULT_HOST = "127.0.0.1"
 _PROBES = 3
@@ -44,10 +43,10 @@ class TcpTransport:
             SocketChannel, limits=limits, stall=stall, pool=BlockPool(), checksum=checksum
         )
 
-    def listen(self, address: str) -> SocketListener:
+    def listen(self, address: str) -> stream.SocketListener:
         """Listen on the port, or on a free one for port 0; on loopback if no host is named."""
         sock, bound = listening(address, "tcp", this_host_only=self._this_host_only)
-        return SocketListener(
+        return stream.SocketListener(
             sock, bound, lambda sock: self._channel(sock, tuned(sock, "tcp", self._stall))
         )
 
@@ -66,9 +65,9 @@ def listening(
     host = where.place or _DEFAULT_HOST
     try:
         family, place = _resolve(address, host, where.port or 0, this_host_only)[0]
-        sock = listening_socket(family, place)
+        sock = stream.listening_socket(family, place)
     except OSError as error:
-        raise UsageError(f"cannot listen on {address}: {reason_of(error)}") from error
+        raise UsageError(f"cannot listen on {address}: {stream.reason_of(error)}") from error
     return sock, str(Address(scheme, host, sock.getsockname()[1]))
 
 
@@ -79,12 +78,12 @@ def connected(
     where = parse_address(address, scheme)
     if not (where.place and where.port):
         raise UsageError(f"{address} does not say which host and port to connect to")
-    with connecting_to(address):
+    with stream.connecting_to(address):
         failure: OSError = TimeoutError("no time was left")
         for family, place in _resolve(address, where.place, where.port, this_host_only):
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                sock.settimeout(seconds_until(deadline))
+                sock.settimeout(stream.seconds_until(deadline))
                 sock.connect(place)
                 # A connect to an unused port of the ephemeral range may reach the socket itself.
                 if sock.getsockname() == sock.getpeername():
@@ -101,14 +100,11 @@ def connected(
 
 
 def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
-    """Set the options of a connected socket; returns the address of the peer.
-
-    Small frames are sent at once, and a vanished host is detected in about `stall` idle seconds.
-    By keepalive, not TCP_USER_TIMEOUT: that also ends connections to a live peer that does not
-    read, which a send with a deadline must survive.
-    """
+    """Set the options of a connected socket; returns the address of the peer."""
     host, port = sock.getpeername()[:2]
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A vanished host is detected in about `stall` idle seconds. Not by TCP_USER_TIMEOUT: that also
+    # ends connections to a live peer that does not read, which a send with a deadline must survive.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, math.ceil(stall / (_PROBES + 1)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
@@ -123,15 +119,13 @@ def tuned(sock: socket.socket, scheme: str, stall: float) -> str:
 
 
 def _resolve(address: str, host: str, port: int, this_host_only: bool) -> list[_Resolved]:
-    """The socket addresses of a host; UsageError if one is not loopback but has to be.
-
-    The addresses that were checked are the ones used, even if the name changes meanwhile.
-    """
+    """The socket addresses of a host; UsageError if one is not loopback but has to be."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         # Python encodes the name first, and raises this for a label that is empty or over 63 bytes.
         raise socket.gaierror(socket.EAI_NONAME, "name or service not known") from error
+    # The checked addresses are the ones used, even if the name resolves to others meanwhile.
     if this_host_only and not all(_is_loopback(str(place[0])) for *_, place in found):
         raise UsageError(
             f"{address} is on another machine, and plain TCP is not secure: anyone on the network "

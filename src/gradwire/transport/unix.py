@@ -2,10 +2,9 @@
 
 Large payloads go through shared memory (shared_memory.py) where both ends have it.
 
-File permissions protect the socket: it has mode 0600, and without a given path it lies in a new
-directory of mode 0700. Both ends also check (SO_PEERCRED) that the other runs as the same user:
-the mode may have been widened by hand, and in a directory that others can write to, another
-user may have replaced the socket.
+The socket has mode 0600, and without a given path it lies in a new directory of mode 0700. Both
+ends also check (SO_PEERCRED) that the other runs as the same user: the mode may have been widened
+by hand, and in a directory that others can write to, another user may have replaced the socket.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from gradwire.options import Limits
 from gradwire.transport.address import parse_address
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.shared_memory import SHARED_AT_MOST, SHARED_FROM, SharedMemory, can_share
+from gradwire.transport.sockets import stream
 from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel, as_timeval
-from gradwire.transport.sockets.listener import SocketListener, listening_socket
-from gradwire.transport.sockets.stream import connecting_to, reason_of, seconds_until
 
 _LONGEST_PATH = 107
 _OWN = re.compile(r"gradwire-(\d+)-")
 _SOCKET = "socket"
-_LEFT_SECONDS = 60.0
-"""A younger directory may be about to get its socket."""
+_LEFT_SECONDS = 60.0  # a younger directory may be about to get its socket
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -57,30 +54,31 @@ class UnixTransport:
         refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
         self._refused = refused
-        self._is_sharing = shared_bytes > 0 and can_share()
-        self._share = partial(SharedMemory, shared_bytes, shared_from)
-        self._socket_channel = partial(
+        self._share: Callable[[], SharedMemory | None] = lambda: None
+        if shared_bytes > 0 and can_share():
+            self._share = partial(SharedMemory, shared_bytes, shared_from)
+        self._channel = partial(
             SocketChannel, limits=limits, stall=stall, pool=BlockPool(), checksum=checksum
         )
 
-    def listen(self, address: str) -> SocketListener:
+    def listen(self, address: str) -> stream.SocketListener:
         """Make the socket; `close` removes it, and the directory made for it."""
         path = parse_address(address, "unix").place
         directory = None if path else _own_directory()
         path = path or os.path.join(str(directory), _SOCKET)
         try:
             _check_length(path)
-            sock = listening_socket(socket.AF_UNIX, path)
+            sock = stream.listening_socket(socket.AF_UNIX, path)
         except BaseException as error:
             if directory is not None:
                 _remove(path, directory)
             if isinstance(error, OSError):
                 raise UsageError(
-                    f"cannot listen on unix://{path}: {reason_of(error)}",
+                    f"cannot listen on unix://{path}: {stream.reason_of(error)}",
                     hint="remove the file if no worker listens there any more",
                 ) from error
             raise
-        return SocketListener(
+        return stream.SocketListener(
             sock,
             f"unix://{path}",
             wrap=lambda accepted: self._accepted(accepted, path),
@@ -93,8 +91,8 @@ class UnixTransport:
         if not path:
             raise UsageError(f"{address} does not say which path to connect to")
         _check_length(path)
-        with connecting_to(address):
-            sock = _connected(path, seconds_until(deadline))
+        with stream.connecting_to(address):
+            sock = _connected(path, stream.seconds_until(deadline))
         _, user = _peer_of(sock)
         if user != os.geteuid():
             sock.close()
@@ -103,7 +101,7 @@ class UnixTransport:
                 f"the listener on {address} is a process of another user, {user}",
                 hint="run all workers of a machine as one user, or use TLS",
             )
-        return self._channel(sock, address)
+        return self._channel(sock, address, shared=self._share())
 
     def _accepted(self, sock: socket.socket, path: str) -> SocketChannel | None:
         process, user = _peer_of(sock)
@@ -111,11 +109,8 @@ class UnixTransport:
             sock.close()
             self._refused("another user", f"unix://{path} (user {user})")
             return None
-        return self._channel(sock, f"unix://{path} (process {process})")
-
-    def _channel(self, sock: socket.socket, remote: str) -> SocketChannel:
-        shared = self._share() if self._is_sharing else None
-        return self._socket_channel(sock, remote, shared=shared)
+        remote = f"unix://{path} (process {process})"
+        return self._channel(sock, remote, shared=self._share())
 
 
 def _own_directory() -> str:

@@ -51,16 +51,14 @@ IN_BLOCK = 1 << 9
 
 Buffer = bytes | bytearray | memoryview
 
-NOT_BYTES = "a payload part is not a view of single bytes"
 _SUMS = "something between the workers corrupts bytes, or the sender is not a gradwire worker"
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """A message as a channel carries it.
 
-    In an outgoing frame, `payload` is a list of buffers sent one after the other; they must not
-    change until `Channel.send` returns. In an incoming frame it holds at most one buffer with all
-    payload bytes, which stays alive until the last tensor in it dies.
+    The buffers in the payload of an outgoing frame must not change until `Channel.send` returns.
+    That of an incoming one holds at most one, which lives until the last tensor in it dies.
     """
 
     kind: int
@@ -95,7 +93,7 @@ def encode_prefix(frame: Frame, flags: int = 0) -> bytes:
 
 
 def maybe_small(frame: Frame, flags: int = 0, most: int = SMALL) -> bytes | None:
-    """Encode the whole frame into one buffer if it is small, with at most `most` bytes of payload.
+    """Encode the whole frame into one buffer if its payload has at most `most` bytes.
 
     hot: every small message
     """
@@ -114,7 +112,8 @@ def maybe_small(frame: Frame, flags: int = 0, most: int = SMALL) -> bytes | None
     if not payload:
         return prefix + _SUM.pack(crc32(prefix)) + head
     whole = b"".join((prefix, _SUM.pack(crc32(prefix)), head, *payload))
-    assert len(whole) == PREFIX.size + len(head) + length, NOT_BYTES
+    size = PREFIX.size + len(head) + length
+    assert len(whole) == size, "a payload part is not a view of single bytes"
     return whole
 
 
@@ -202,29 +201,19 @@ class Kinds:
             raise BadMessage(f"a message of kind {kind:#04x} does not decode: {error}") from None
 
 
-def _steps() -> list[int]:
-    """The encoded length of a msgpack value by its first byte; 0 if a length field follows."""
-    steps = [1] * 256  # small integers, None, bool, and the headers of small containers
-    for length in range(32):
-        steps[0xA0 + length] = 1 + length
-    for first, step in ((0xCA, 5), (0xCB, 9), (0xDC, 3), (0xDD, 5), (0xDE, 3), (0xDF, 5)):
-        steps[first] = step
-    for power in range(4):
-        steps[0xCC + power] = steps[0xD0 + power] = 1 + (1 << power)
-    for power in range(5):
-        steps[0xD4 + power] = 2 + (1 << power)
-    for first in _LENGTHS:
-        steps[first] = 0
-    return steps
-
-
+# The encoded length of a msgpack value by its first byte; 0 if a length field follows.
+_STEPS = (
+    *([1] * 0xA0),  # small integers, and the headers of small maps and arrays
+    *range(1, 33),  # short texts
+    *(1, 1, 1, 1, 0, 0, 0, 0, 0, 0),  # None, (unused), False, True; bin and ext
+    *(5, 9, 2, 3, 5, 9, 2, 3, 5, 9),  # floats and integers
+    *(3, 4, 6, 10, 18, 0, 0, 0),  # ext of a fixed length; str
+    *(3, 5, 3, 5),  # the headers of arrays and maps
+    *([1] * 0x20),  # small negative integers
+)
 # bin, ext, str of 8, 16 and 32 bits: width of the length field, and of the ext type after it.
-_LENGTHS = {
-    **{0xC4 + n: (1 << n, 0) for n in range(3)},
-    **{0xC7 + n: (1 << n, 1) for n in range(3)},
-    **{0xD9 + n: (1 << n, 0) for n in range(3)},
-}
-_STEPS = _steps()
+_LENGTHS = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)}
+_LENGTHS |= {0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
 
 
 def has_more_than(data: Buffer, most: int) -> bool:
@@ -237,10 +226,9 @@ def has_more_than(data: Buffer, most: int) -> bool:
         count += 1
         if count > most:
             return True
-        first = data[place]
-        step = _STEPS[first]
+        step = _STEPS[data[place]]
         if not step:
-            width, beside = _LENGTHS[first]
+            width, beside = _LENGTHS[data[place]]
             length = int.from_bytes(data[place + 1 : place + 1 + width], "big")
             step = 1 + width + beside + length
         place += step

@@ -6,12 +6,10 @@ bytes in memory. The bytes of a tensor on another device may lie in a block of d
 of the payload; how, is decided above (agent/devices).
 
 Decoding copies nothing: every tensor uses the memory of the received block and keeps it alive. Each
-has its own storage over its own bytes, so no tensor is a view of another, `deepcopy` and
-`torch.save` copy only its bytes, and each has its own version counter. Headers come from a
-peer: every number is checked before torch sees it.
-
-Torch does not resize memory that it shares with a buffer: neither a tensor that was sent nor one
-that was received can grow with `resize_`.
+has its own storage over its own bytes, so no tensor is a view of another, and `deepcopy` and
+`torch.save` copy only its bytes. Every number in a header from a peer is checked before torch sees
+it. Torch does not resize memory that it shares with a buffer: neither a tensor that was sent nor
+one that was received can grow with `resize_`.
 """
 
 from __future__ import annotations
@@ -132,10 +130,8 @@ def encode_tensors(
 ) -> tuple[list[TensorHeader], list[Buffer]]:
     """Encode tensors as headers, and buffers whose concatenation is the payload.
 
-    Tensors without placements must be on the CPU.
-
-    The buffers are views: they keep the tensors alive, and a write to a tensor before the send is
-    over changes what is sent.
+    Tensors without placements must be on the CPU. The buffers are views: a write to a tensor before
+    the send is over changes what is sent.
 
     hot: every message with tensors
     """
@@ -198,10 +194,7 @@ class _Payload:
         self._end = 0
 
     def append(self, tensor: Tensor) -> int:
-        """Add the bytes of a contiguous tensor and return their offset.
-
-        Adds a view, or a copy if the tensor is conjugate, negative or a zero tensor.
-        """
+        """Add the bytes of a contiguous tensor, as a view if possible; returns their offset."""
         try:
             if tensor.dtype in _WITHOUT_NUMPY:
                 tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
@@ -209,11 +202,10 @@ class _Payload:
         except RuntimeError as error:
             raise _refusal("a tensor without its own memory", f"torch says: {error}") from error
         offset = self._end
-        if offset:
-            gap = -offset % ALIGNMENT
-            if gap:
-                self.buffers.append(_PADDING[gap])
-                offset += gap
+        gap = -offset % ALIGNMENT
+        if gap:
+            self.buffers.append(_PADDING[gap])
+            offset += gap
         self.buffers.append(view)
         self._end = offset + len(view)
         return offset
@@ -278,7 +270,7 @@ def _encode_dense(
 def _in_memory_order(
     tensor: Tensor, shape: tuple[int, ...]
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """The tensor with its dimensions permuted so that it is contiguous, and the permutation.
+    """The tensor permuted so that it is contiguous, and the permutation.
 
     A tensor with gaps or overlaps is copied, to the memory format that torch's clone() chooses.
     """
@@ -359,8 +351,7 @@ def _rebuild_dense(
     numel = _numel_of(shape, dtype.itemsize)
     if header.device == META or numel == 0:
         # Explicit, since torch.set_default_device changes the default of every factory.
-        device = META if header.device == META else "cpu"
-        strides = strides_of(shape, order)
+        device, strides = META if header.device == META else "cpu", strides_of(shape, order)
         make = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
         return _retry_after_warning(make)
     if header.block is not None and arriving is not None:
@@ -376,14 +367,11 @@ def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
     layout = LAYOUTS.get(header.layout)
     if layout is None:
         raise _malformed(f"layout {header.layout} is unknown")
-    if (
-        len(header.parts) != len(_PARTS[layout])
-        or header.order is not None
-        or header.device == META
-        or header.block is not None
-    ):
+    is_strange = header.order is not None or header.device == META or header.block is not None
+    if is_strange or len(header.parts) != len(_PARTS[layout]):
         raise _malformed(f"{len(header.parts)} parts do not make a tensor of layout {layout}")
-    if any(part.layout != _STRIDED or part.flags or part.device or part.block for part in header.parts):
+    plain = (_STRIDED, 0, "", None)
+    if any((part.layout, part.flags, part.device, part.block) != plain for part in header.parts):
         raise _malformed("a part of a sparse tensor is not a plain dense tensor")
     parts = [_rebuild_dense(part, block) for part in header.parts]
     dtype, coalesced = DTYPES.get(header.dtype), bool(header.flags & COALESCED)
@@ -406,14 +394,11 @@ def _rebuild_sparse(header: TensorHeader, block: _Block) -> Tensor:
 
 
 def _retry_after_warning(make: Callable[[], Tensor]) -> Tensor:
-    """Call `make`, and once more if it raises a warning.
-
-    Torch warns once per process that a layout or a dtype is in beta. Where warnings are errors,
-    that must not lose the message; the second call does not warn.
-    """
     try:
         return make()
     except Warning:
+        # Torch warns once per process that a layout or a dtype is in beta. Where warnings are
+        # errors, that must not lose the message; the second call does not warn.
         return make()
 
 
@@ -450,10 +435,8 @@ def strides_of(shape: tuple[int, ...], order: tuple[int, ...] | None) -> list[in
 
 
 def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The order of dimensions that strides suggest; whether memory is filled is not asked here.
-
-    Where strides tie, the dimension of size 1 is the inner one: this finds the strides again that
-    row-major and channels-last tensors give to dimensions of size 1.
-    """
+    """The order of dimensions that strides suggest, whether memory is filled or not."""
+    # Where strides tie, the dimension of size 1 is the inner one: this finds the strides again
+    # that row-major and channels-last tensors give to dimensions of size 1.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
     return None if order == tuple(range(len(shape))) else order

@@ -7,7 +7,7 @@ import torch
 
 import gradwire
 import gradwire.testing
-from gradwire.agent.links.acceptor import Acceptor
+from gradwire.agent.links.handshake import Acceptor
 from gradwire.errors import UsageError
 
 

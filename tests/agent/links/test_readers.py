@@ -268,7 +268,7 @@ def socket_ends():
     with closing(UnixTransport().listen("unix://")) as listener:
         here = UnixTransport().connect(listener.address, time.monotonic() + 10)
         there = listener.accept()
-    return here, there, (here._reader, "_receiving")
+    return here, there, (here, "_receiving")
 
 
 def memory_ends():

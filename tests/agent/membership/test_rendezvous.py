@@ -11,8 +11,7 @@ from torch.distributed import DistNetworkError
 from gradwire.agent.membership.rendezvous import meet, open_store
 from gradwire.agent.peers.directory import check_name
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.secret import fresh_secret
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import SignedStore, fresh_secret
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import GradwireError, JoinTimeout, PeerLost, UsageError

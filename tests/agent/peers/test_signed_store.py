@@ -9,8 +9,7 @@ from torch.distributed import HashStore
 
 from gradwire.agent.membership.rendezvous import meet, put_roster, roster_in
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.secret import fresh_secret
-from gradwire.agent.peers.signed_store import SignedStore, signed, verified
+from gradwire.agent.peers.secret import SignedStore, fresh_secret, signed, verified
 from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import NotTrusted

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.autograd.backward.active_pass import ActivePass
 from gradwire.autograd.backward.pass_state import PassState
+from gradwire.autograd.graph.edges import Edges
 from gradwire.errors import BadMessage
 from gradwire.ids import EdgeId, PassId
 
@@ -52,10 +56,12 @@ def test_a_worker_that_was_not_asked_cannot_be_done():
 
 
 def test_only_the_first_error_is_told():
-    state = a_pass()
+    active = ActivePass(PassId(0, 1), 1.0, 0.0, Edges(0, 0, 1, threading.RLock()))
+    first = ValueError("first")
+    active.fail(first)
+    active.fail(ValueError("second"))
 
-    assert state.pass_failed()
-    assert not state.pass_failed()
+    assert active.error is first
 
 
 @given(st.permutations([1, 2, 3, 4]))

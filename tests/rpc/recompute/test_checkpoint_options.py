@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 import gradwire
 import gradwire.testing
 from gradwire.autograd.scope import current_context
-from gradwire.rpc.recompute.recording_state import Recording
+from gradwire.rpc.recompute.recording import Recording
 from tests.rpc.recompute.test_checkpoints import gradient, nested, noisy, plain, recomputed, same
 
 

@@ -1,6 +1,6 @@
 """A method that is waited for borrows its value: nothing is counted for it.
 
-See rpc/refs/borrow.py.
+See Note [A call may borrow a reference], rpc/refs/refs.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from gradwire.errors import BadMessage, NotSerializable, RemoteError, StaleIncar
 from gradwire.ids import RefId
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.calls.server import CallScope
-from gradwire.rpc.refs.borrow import BorrowedRef, LentRef
-from gradwire.rpc.refs.handles_state import RefHandle
+from gradwire.rpc.refs.handles_state import BorrowedRef, LentRef, RefHandle
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
 
@@ -76,13 +75,13 @@ def test_only_what_is_counted_and_held_is_lent(workers):
     def program():
         box, mine = made_on_w1(), gw.RRef(3)
         refs = workers[0].worker.refs
-        assert isinstance(refs.lending.maybe_lent(box.handle), LentRef)
-        assert refs.lending.maybe_lent(mine.handle) is None
+        assert isinstance(refs.maybe_lent(box.handle), LentRef)
+        assert refs.maybe_lent(mine.handle) is None
         new = refs.keep_elsewhere(1)
-        assert refs.lending.maybe_lent(new) is None
+        assert refs.maybe_lent(new) is None
         refs.creation_undone(new)
         refs.abandon()
-        assert refs.lending.maybe_lent(box.handle) is None
+        assert refs.maybe_lent(box.handle) is None
         with pytest.raises(UsageError, match="was dropped by w0 and cannot be passed on"):
             box.rpc_sync().get()
 
@@ -116,18 +115,18 @@ def test_what_is_gone_is_not_there_to_be_lent(workers):
 def test_what_is_no_name_is_refused(workers, said):
     scope = CallScope(workers[1].worker, None, inbound=Source(0, None, 1))
     with scope, pytest.raises(BadMessage, match="where a reference was expected"):
-        workers[1].worker.refs.lending.borrowed(said)
+        workers[1].worker.refs.borrowed(said)
 
 
 def test_one_of_an_earlier_incarnation_is_refused(workers):
     scope = CallScope(workers[1].worker, None, inbound=Source(0, None, 1))
     with scope, pytest.raises(StaleIncarnation, match="belongs to incarnation -1 of w1"):
-        workers[1].worker.refs.lending.borrowed([0, 1, -1])
+        workers[1].worker.refs.borrowed([0, 1, -1])
 
 
 def test_it_is_lent_to_calls_only(workers):
     with pytest.raises(BadMessage, match=r"r0\.1 was lent without a call"):
-        workers[1].worker.refs.lending.borrowed([0, 1, 0])
+        workers[1].worker.refs.borrowed([0, 1, 0])
 
 
 def test_what_is_borrowed_cannot_be_passed_on(workers):

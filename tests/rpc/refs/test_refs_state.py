@@ -76,7 +76,7 @@ def test_a_value_created_elsewhere_is_counted_on_arrival_and_forgotten_after_the
     assert a.is_confirmed(fork)
     assert a.handle_ended(handle) == [SendDrop(ref, fork, B)]
     assert b.owned.drop_arrived(ref, fork) == [ForgetValue(ref)]
-    a.drop_acknowledged(fork)
+    a.acknowledged(SendDrop(ref, fork, B))
     assert a.statistics() == b.statistics() == EMPTY
 
 
@@ -211,12 +211,12 @@ def test_a_packing_that_is_undone_is_not_counted():
     own = b.create(B)
     fork = b.pack(own, C)
     assert b.handle_ended(own) == []
-    assert b.pack_undone(own, fork) == [ForgetValue(own.ref)]
+    assert b.pack_undone(own.ref, fork) == [ForgetValue(own.ref)]
 
     handle = created(a, b)
     child = a.pack(handle, C)
     assert a.handle_ended(handle) == []
-    assert a.pack_undone(handle, child) == [SendDrop(handle.ref, fork_of(handle), B)]
+    assert a.pack_undone(handle.ref, child) == [SendDrop(handle.ref, fork_of(handle), B)]
 
 
 # 4. A user passes it to a third worker.
@@ -234,7 +234,7 @@ def test_a_third_worker_asks_the_owner_then_releases_the_one_who_passed_it():
     assert c.fork_answered(fork, Verdict.COUNTED) == [Confirmed(ref, fork), SendAccept(fork, A)]
     assert a.accept_arrived(fork) == [SendDrop(ref, fork_of(handle), B)]
     assert a.accept_arrived(fork) == []
-    c.accept_acknowledged(fork)
+    c.acknowledged(SendAccept(fork, A))
     assert not c.pending()
     assert b.owned.drop_arrived(ref, fork_of(handle)) == []
     assert b.owned.leaks() == [(ref, fork, C)]
@@ -468,11 +468,11 @@ def test_nothing_is_remembered_of_forks_that_were_counted_and_dropped():
         assert b.owned.fork_arrived(ask.ref, ask.fork, C, ask.n) is Verdict.COUNTED
         c.fork_answered(ask.fork, Verdict.COUNTED)
         a.accept_arrived(ask.fork)
-        c.accept_acknowledged(ask.fork)
+        c.acknowledged(SendAccept(ask.fork, A))
         c.handle_ended(theirs)
         b.owned.forget_acked(C, c.acked_below(B))
         b.owned.drop_arrived(ask.ref, ask.fork)
-        c.drop_acknowledged(ask.fork)
+        c.acknowledged(SendDrop(ask.ref, ask.fork, B))
 
     assert b.statistics() == replace(EMPTY, owned=1, shared=1, forks=1)
     assert b.owned.leaks() == [(handle.ref, fork_of(handle), A)]
@@ -530,8 +530,8 @@ def test_messages_about_what_is_forgotten_change_nothing():
     assert b.owned.drop_arrived(ref, fork) == []
     assert b.owned.fork_arrived(ref, fork, C) is Verdict.NEVER
     assert b.accept_arrived(fork) == []
-    b.accept_acknowledged(fork)
-    b.drop_acknowledged(fork)
+    b.acknowledged(SendAccept(fork, A))
+    b.acknowledged(SendDrop(ref, fork, B))
     b.peer_lost(A)
     assert b.statistics() == EMPTY
 
@@ -689,10 +689,10 @@ def test_abandoning_drops_what_is_counted_at_once_and_the_rest_when_it_is():
     waiting = a.create(B)
 
     assert a.abandon() == [SendDrop(handle.ref, fork_of(handle), B)]
-    a.drop_acknowledged(fork_of(handle))
+    a.acknowledged(SendDrop(handle.ref, fork_of(handle), B))
     assert a.pending()
     assert a.creation_answered(fork_of(waiting)) == [SendDrop(waiting.ref, fork_of(waiting), B)]
-    a.drop_acknowledged(fork_of(waiting))
+    a.acknowledged(SendDrop(waiting.ref, fork_of(waiting), B))
     assert not a.pending()
     assert a.handle_ended(handle) == []
 
@@ -781,7 +781,7 @@ class Cluster:
     def unsend(self, pick: int) -> None:
         handle, passage = self.unsent.pop(pick % len(self.unsent))
         assert passage.fork is not None
-        self.perform(passage.src, self.tables[passage.src].pack_undone(handle, passage.fork))
+        self.perform(passage.src, self.tables[passage.src].pack_undone(handle.ref, passage.fork))
 
     def send_packed(self, pick: int) -> None:
         _, passage = self.unsent[pick % len(self.unsent)]
@@ -862,15 +862,15 @@ class Cluster:
         return table.accept_arrived(got.fork)
 
     def serve_accept_ack(self, table: RefTable, got: Message) -> None:
-        table.accept_acknowledged(got.fork)
+        table.acknowledged(SendAccept(got.fork, got.src))
 
     def serve_drop(self, table: RefTable, got: Message) -> list[Action]:
-        self.send(Message("drop_ack", got.dst, got.src, fork=got.fork))
+        self.send(Message("drop_ack", got.dst, got.src, got.ref, got.fork))
         table.owned.forget_acked(got.src, got.acked_below)
         return table.owned.drop_arrived(got.ref, got.fork)
 
     def serve_drop_ack(self, table: RefTable, got: Message) -> None:
-        table.drop_acknowledged(got.fork)
+        table.acknowledged(SendDrop(got.ref, got.fork, got.src))
 
     def perform(self, worker: int, actions: list[Action]) -> None:
         for action in actions:

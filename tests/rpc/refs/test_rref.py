@@ -656,7 +656,7 @@ def test_a_value_that_was_passed_on_a_thousand_times_remembers_nothing_of_it(wor
     assert eventually(lambda: refs.statistics().forks == 1)
     owned = refs._table.owned
     assert (len(owned.values[rref.handle.ref].requested), len(owned.requests)) == (0, 0)
-    assert not workers[2].worker.refs._sender._awaited
+    assert not workers[2].worker.refs._sender._resender._later
 
 
 def got(rref):
@@ -667,12 +667,12 @@ def test_a_question_to_a_worker_that_is_lost_is_not_kept(workers):
     """w1 has said that the value may still come: it will not."""
     w2 = workers[2].worker
     (handle,) = w2.refs.arrived([Reference(RefId(0, 99), 1, ForkId(0, 98))])
-    awaited = w2.refs._sender._awaited
-    assert eventually(lambda: awaited)
+    table, resender = w2.refs._table, w2.refs._sender._resender
+    assert eventually(lambda: table.unacknowledged() and resender._later)
 
     w2.agent.hang_up(1, "a test has cut it")
 
-    assert eventually(lambda: not awaited)
+    assert eventually(lambda: not table.unacknowledged() and not resender._later)
     w2.refs.ended(handle)
 
 

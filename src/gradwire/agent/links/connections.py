@@ -16,48 +16,32 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NoReturn, final
+from typing import final
 
 from gradwire import threads
 from gradwire.agent.links import handshake
-from gradwire.agent.links.acceptor import Acceptor
-from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame
+from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame, refuse_to_wait
 from gradwire.agent.messages import Hello
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import Clock
-from gradwire.errors import (
-    DeadlinePassed,
-    GradwireError,
-    NotTrusted,
-    OverLimit,
-    PeerLost,
-    UsageError,
-)
+from gradwire.errors import DeadlinePassed, GradwireError, NotTrusted, OverLimit, PeerLost
 from gradwire.ids import WorkerId
 from gradwire.options import Options
-from gradwire.threads import FORKED, Threads, call_after_fork
+from gradwire.threads import Threads, call_after_fork
 from gradwire.transport.address import Transports
 from gradwire.transport.base import Channel, Listener
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.message import Frame, Kinds, encode, kind_of
 
 _JOIN_SECONDS = 5.0
-_NOTICE_SECONDS = 1.0
-"""How long a reader may take to find the end of its channel."""
-IN_A_FORK = "start processes by spawn, or wait in the worker and hand over the value"
+_NOTICE_SECONDS = 1.0  # how long a reader may take to find the end of its channel
 _HELLO = Kinds([Hello])
 
 
 class _LostMeanwhile(PeerLost):
     """A worker was lost while a channel to it was made; dialling again may succeed at once."""
-
-
-def _refuse_to_wait(*_: object) -> NoReturn:
-    """The answer would be read by a thread that a forked process does not have."""
-    raise UsageError(FORKED, hint=IN_A_FORK)
 
 
 @final
@@ -80,7 +64,7 @@ class Connections:
         self._directory, self._transports, self._wrap = directory, transports, wrap
         self._job, self._secret = job, secret
         self._clock, self._refusals = clock, refusals
-        self._acceptor = Acceptor(directory.me.name, listener, options, clock, refusals)
+        self._acceptor = handshake.Acceptor(directory.me.name, listener, options, clock, refusals)
         self._lock = directory.lock
         self._removed_lock = threading.RLock()  # not the worker's, which wait() would release
         self._removed = threading.Condition(self._removed_lock)
@@ -109,10 +93,10 @@ class Connections:
     ) -> None:
         """Begin to accept. The listeners must not block.
 
-        `on_joined` is called with each worker that gets its first channel, and `on_opened` after
-        each new channel. `on_end` is called when a channel to a worker has ended: why, and whether
-        it was the last to that worker. `on_reborn` is called when a worker's earlier incarnation is
-        over, as a later one has connected. `contexts_opened` is for Hello.since.
+        `on_joined`: a worker has its first channel. `on_opened`: there is a new channel. `on_end`:
+        a channel has ended, why, and whether it was the last to its worker. `on_reborn`: a later
+        incarnation of a worker has connected. `contexts_opened` counts this worker's contexts; see
+        Note [Contexts and incarnations], peers/directory.py.
         """
         self._on_joined, self._on_opened = on_joined, on_opened
         self._on_end, self._on_reborn = on_end, on_reborn
@@ -125,8 +109,7 @@ class Connections:
         channels = self.channels.get(worker)
         if channels:
             return channels[0]
-        with self._lock:
-            dial_lock = self._dial_locks.setdefault(worker, threading.RLock())
+        dial_lock = self._dial_locks.setdefault(worker, threading.RLock())
         left = min(max(0.0, deadline - self._clock.now()), threading.TIMEOUT_MAX)
         if not dial_lock.acquire(timeout=left):
             name = self._directory.name(worker)
@@ -185,8 +168,7 @@ class Connections:
         self._closed = True
         self.channels, self._peer_locks, self._dial_locks = {}, {}, {}
         self.readers.forked()
-        self.readers.wait = _refuse_to_wait  # type: ignore[method-assign,assignment]
-        self.to = _refuse_to_wait  # type: ignore[method-assign,assignment]
+        self.to = refuse_to_wait  # type: ignore[method-assign,assignment]
 
     def _dial(self, worker: WorkerId, deadline: float) -> Channel:
         if worker == self._directory.me.id:
@@ -210,20 +192,16 @@ class Connections:
             channel.close("the handshake failed")
             if not isinstance(error, GradwireError):
                 raise
-            raise self._no_handshake(name, channel, error, deadline) from error
+            kind: type[GradwireError] = PeerLost
+            if isinstance(error, NotTrusted):
+                self._refusals.count("listener not trusted", channel.remote)
+                kind = NotTrusted
+            elif self._clock.now() >= deadline:
+                kind = DeadlinePassed
+            message = f"no handshake with {name} at {channel.remote}: {error.message}"
+            failed = kind(message, hint=error.hint)
+            raise failed.about(name, link=channel.remote, phase="connect") from error
         return self._use(worker, channel, (here, theirs.losses))
-
-    def _no_handshake(
-        self, name: str, channel: Channel, error: GradwireError, deadline: float
-    ) -> GradwireError:
-        kind: type[GradwireError] = PeerLost
-        if isinstance(error, NotTrusted):
-            self._refusals.count("listener not trusted", channel.remote)
-            kind = NotTrusted
-        elif self._clock.now() >= deadline:
-            kind = DeadlinePassed
-        message = f"no handshake with {name} at {channel.remote}: {error.message}"
-        return kind(message, hint=error.hint).about(name, link=channel.remote, phase="connect")
 
     def _welcome(self, channel: Channel, until: float) -> None:
         """Use a channel that a peer dialled, if the handshake succeeds; else raise why."""
@@ -247,13 +225,21 @@ class Connections:
     def _receive_hello(
         self, channel: Channel, name: str, deadline: float, dialled: WorkerId | None = None
     ) -> Hello:
-        """The Hello of the worker of this name, which is in the directory from then on."""
+        """The Hello of the worker of this name; an earlier incarnation that it replaces is lost."""
         frame = channel.maybe_recv(deadline)
         if frame is None:
             raise DeadlinePassed(f"{channel.remote} did not introduce itself before the deadline")
         theirs = _HELLO.decode(frame.kind, frame.head)
         assert isinstance(theirs, Hello)
-        self._admit(handshake.check_hello(theirs, name, self._directory, dialled=dialled))
+        member = handshake.check_hello(theirs, name, self._directory, dialled=dialled)
+        for replaced in self._directory.admit(member):
+            place = self._directory.name(replaced)
+            error = PeerLost(f"a new worker has taken the place of {place}")
+            with self._peer_lock(replaced):
+                for ended in self._drop(replaced, error):
+                    self._on_end(replaced, ended, error, False)
+                self._their_losses[replaced] = 0
+                self._on_reborn(replaced, error)
         worker = theirs.worker
         self._directory.greeted(worker, theirs.incarnation, theirs.since)
         with self._peer_lock(worker):  # see Note [What was before a loss]
@@ -263,18 +249,7 @@ class Connections:
         return theirs
 
     def _peer_lock(self, worker: WorkerId) -> threading.RLock:
-        with self._lock:
-            return self._peer_locks.setdefault(worker, threading.RLock())
-
-    def _admit(self, member: Member) -> None:
-        """Enter a peer into the directory; an earlier incarnation that it replaces is lost."""
-        for worker in self._directory.admit(member):
-            error = PeerLost(f"a new worker has taken the place of {self._directory.name(worker)}")
-            with self._peer_lock(worker):
-                for channel in self._drop(worker, error):
-                    self._on_end(worker, channel, error, False)
-                self._their_losses[worker] = 0
-                self._on_reborn(worker, error)
+        return self._peer_locks.setdefault(worker, threading.RLock())
 
     def hang_up(self, worker: WorkerId, error: GradwireError) -> None:
         """End every channel to this worker; the next message dials again."""
@@ -313,37 +288,32 @@ class Connections:
         # Listeners run with the peer's lock held, though not with the worker's. Without it a loss
         # could overtake the join that came before it, or a frame of the new channel the report of
         # the last loss. So listeners must not block, nor wait for anything that takes this lock.
-        with threads.needed_by_others(), self._peer_lock(worker):
-            with self._lock:
-                known = self.channels.get(worker, [])
-                refusal = self._maybe_refused(worker, len(known), losses)
-                if refusal is None:
+        try:
+            with threads.needed_by_others(), self._peer_lock(worker):
+                with self._lock:
+                    known = self.channels.get(worker, [])
+                    self._check_usable(worker, len(known), losses)
                     self.channels[worker] = [*known, channel]
-            if refusal is None:
                 if not known:
                     self._on_joined(worker)
                 self.readers.open(worker, channel, self._directory.name(worker))
-        if refusal is not None:
+        except GradwireError as refusal:
             channel.close(refusal.message)
-            raise refusal
+            raise
         self._on_opened()
         return channel
 
-    def _maybe_refused(
-        self, worker: WorkerId, known: int, losses: tuple[int, int] | None
-    ) -> GradwireError | None:
-        """Why a new channel must not be used, if there is a reason."""
+    def _check_usable(self, worker: WorkerId, known: int, losses: tuple[int, int] | None) -> None:
         name = self._directory.name(worker)
         if self._closed:
-            return PeerLost(f"{self._directory.me.name} has left")
+            raise PeerLost(f"{self._directory.me.name} has left")
         if known >= self._most_per_peer:
-            return OverLimit(
+            raise OverLimit(
                 f"{name} has {known} connections with this worker",
                 hint="close some, or raise Limits(connections=…)",
             )
         if losses not in (None, (self._losses[worker], self._their_losses[worker])):
-            return _LostMeanwhile(f"{name} was lost while a connection to it was made")
-        return None
+            raise _LostMeanwhile(f"{name} was lost while a connection to it was made")
 
     def give_up(self, reader: ChannelReader, error: GradwireError) -> None:
         """A channel has ended, or its peer is considered dead: end all channels to the worker.

@@ -37,20 +37,15 @@ T = TypeVar("T")
 
 VERSION: Final = 3
 NONCE_BYTES: Final = 32
-MOST_BYTES: Final = 512
-"""of any message here"""
-
+MOST_BYTES: Final = 512  # of any message here
 _HEAD: Final = struct.Struct(">8sHBH")
+HEAD_BYTES: Final = _HEAD.size
 _MAGIC: Final = b"gradwire"
 _SHORT: Final = struct.Struct(">H")
-_PROOF_BYTES: Final = 32
 _NAME: Final = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 _JOB: Final = re.compile(r"[A-Za-z0-9\-_]{1,64}")
 _OPENING, _CHALLENGE, _PROOF, _REFUSED = 1, 2, 3, 4
 _DIALLER, _LISTENER = b"gradwire: the dialler's proof", b"gradwire: the listener's proof"
-
-HEAD_BYTES: Final = _HEAD.size
-
 _SAME_SECRET: Final = (
     "give every worker of the job the same secret: Options(secret=…) or GRADWIRE_SECRET_FILE"
 )
@@ -172,8 +167,7 @@ class Listening:
     ) -> None:
         self._key, self._job, self._me = key, job, me
         self._nonce, self._binding = nonce, binding
-        self.peer = ""
-        """the name of the dialler, once `proof` has returned"""
+        self.peer = ""  # the name of the dialler, once `proof` has returned
 
     def challenge(self, opening: bytes, peer_names: tuple[str, ...] | None = None) -> bytes:
         """The answer to an opening that is meant for us, or Refusal."""
@@ -255,10 +249,6 @@ class PendingHandshakes(Generic[T]):
         self._most, self._fair_seconds = most, fair_seconds
         self._since: dict[T, float] = {}
 
-    def has(self, channel: T) -> bool:
-        """Whether its handshake is pending."""
-        return channel in self._since
-
     @property
     def has_room(self) -> bool:
         """Whether one more may be added."""
@@ -268,9 +258,9 @@ class PendingHandshakes(Generic[T]):
         """A handshake begins."""
         self._since[channel] = now
 
-    def remove(self, channel: T) -> None:
-        """A handshake has ended; idempotent."""
-        self._since.pop(channel, None)
+    def remove(self, channel: T) -> bool:
+        """A handshake has ended; False if it was not pending any more."""
+        return self._since.pop(channel, None) is not None
 
     def next_due(self) -> float:
         """When the oldest has had its fair time."""

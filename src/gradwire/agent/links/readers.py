@@ -16,8 +16,8 @@ for two looks gets a reader thread that blocks in it. When all have one, the wat
 
 A signal handler or a finalizer may run while its own thread holds a read lock, and wait for
 something. No other thread can read that channel meanwhile, so the inner wait reads it, even if its
-answer comes on another channel (see Note [Reading inside a read] in transport/sockets/reader.py). A
-thread never holds two read locks.
+answer comes on another channel (see Note [Reading inside a read] in transport/sockets/channel.py).
+A thread never holds two read locks.
 
 Note [Interrupts in the readers]: a finalizer or a signal handler may also run in the middle of the
 code of this file, and call into it again. CPython runs them only after a call, at a backward jump,
@@ -48,13 +48,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import final
+from typing import NoReturn, final
 
 from gradwire import threads
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.threads import MAKE_IT_ELSEWHERE, check_may_wait, taking
+from gradwire.threads import FORKED, MAKE_IT_ELSEWHERE, check_may_wait, taking
 from gradwire.transport.base import Channel, Reentered
 from gradwire.transport.sockets.writer import reacquire_send_locks, release_send_locks
 from gradwire.wire.message import IS_ANSWER, Frame
@@ -64,8 +64,7 @@ _log = logging.getLogger("gradwire")
 _TICK_SECONDS = 0.002
 _LONGEST_TICK_SECONDS = 0.008
 _TICKS_UNTIL_IDLE = 2
-_READS_OF_BUSY_CHANNEL = 8
-"""From one look of the watchdog to the next."""
+_READS_OF_BUSY_CHANNEL = 8  # from one look of the watchdog to the next
 _LOOKS_INSIDE_SECONDS = 1.0
 _READS_FOR_ITSELF_SECONDS = 0.02
 """How long a waiting thread reads the channel before it blocks on its promise."""
@@ -87,13 +86,11 @@ class ChannelReader:
         self.read_lock = threading.Lock()
         self.lock_attempts: Iterator[bool] = taking(self.read_lock)
         """each step tries the read lock; see Note [Interrupts in the readers]"""
-        self.waiting: list[Done] = []
-        """the conditions that threads wait for on this channel"""
+        self.waiting: list[Done] = []  # the conditions that threads wait for on this channel
         self.reads = self.seen = channel.frames_received
         """frames handled so far, and at the last look of the watchdog"""
         self.idle_ticks = 0
-        self.threads: list[None] = []
-        """one entry for each reader thread"""
+        self.threads: list[None] = []  # one entry for each reader thread
         self.running: list[None] = []
         """one entry for each reader thread that runs a job, or was interrupted between frames"""
         self.idle: list[SimpleQueue[None]] = []
@@ -142,17 +139,11 @@ class ChannelReader:
 
 
 class _ThisThread(threading.local):
-    """What each thread does now, for all workers of the process.
+    """What each thread does now; not per worker: a finalizer on it may call as another one."""
 
-    Not per worker: a finalizer may call as one worker on a thread that reads for another.
-    """
-
-    runs: bool = False
-    """whether it is a reader thread that runs a job"""
-    reads: ChannelReader | None = None
-    """whose read lock it holds"""
-    wake: SimpleQueue[None] | None = None
-    """its wake queue, from before it sleeps until it is awake"""
+    runs: bool = False  # whether it is a reader thread that runs a job
+    reads: ChannelReader | None = None  # whose read lock it holds
+    wake: SimpleQueue[None] | None = None  # its wake queue, from before it sleeps until it is awake
 
 
 _this_thread = _ThisThread()
@@ -202,8 +193,9 @@ class ChannelReaders:
             pass
 
     def forked(self) -> None:
-        """In a forked process, which has none of the threads: read nothing."""
+        """In a forked process, which has none of the threads: read nothing, and refuse to wait."""
         self._closed = True
+        self.wait = refuse_to_wait  # type: ignore[method-assign,assignment]
 
     def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
         """Wait until `done`: read the channel for a while if no thread does, then call `block`."""
@@ -325,9 +317,7 @@ class ChannelReaders:
                     break
                 self._on_frame(reader.worker, reader.channel, frame, False)
                 reader.reads += 1  # only now, so that has_lost_a_frame notices an exception above
-        except (
-            Exception
-        ) as error:  # concerns the channel, not this wait; a reader thread reports it
+        except Exception as error:  # about the channel, not this wait; a reader thread reports it
             if reader.has_lost_a_frame():
                 reader.channel.close(str(error))
             _log_unexpected(reader, error)
@@ -548,6 +538,12 @@ class ChannelReaders:
             this_thread.reads = None
             reader.read_lock.release()
         return True
+
+
+def refuse_to_wait(*_: object) -> NoReturn:
+    """The answer would be read by a thread that a forked process does not have."""
+    hint = "start processes by spawn, or wait in the worker and hand over the value"
+    raise UsageError(FORKED, hint=hint)
 
 
 def _log_unexpected(reader: ChannelReader, error: Exception) -> None:

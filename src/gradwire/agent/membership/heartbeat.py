@@ -7,6 +7,7 @@ pongs are sent by service threads, which no function of a user keeps busy.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
 from typing import final
 
@@ -57,7 +58,8 @@ class Heartbeat:
         if next_look is not None and now < next_look:
             return next_look  # the timer was woken for something else
         readers = [r for r in self._connections.readers.all() if r.worker != self._directory.me.id]
-        found = self._detector.look(now, {reader: _sign(reader) for reader in readers})
+        signs = {r: r.reads if r.channel.needs_heartbeat else None for r in readers}
+        found = self._detector.look(now, signs)
         for reader in found.ping:
             self._submit(partial(_ping, reader.channel, asks=True))
         for reader, silence in found.suspect.items():
@@ -85,13 +87,7 @@ class Heartbeat:
             _ping(source.channel, asks=False)
 
 
-def _sign(reader: ChannelReader) -> int | None:
-    return reader.reads if reader.channel.needs_heartbeat else None
-
-
 def _ping(channel: Channel, *, asks: bool) -> None:
     """Send a ping, or a pong, unless the channel is full: then other frames are signs of life."""
-    try:
+    with suppress(GradwireError):
         channel.send(Frame(kind_of(Ping), 0, 0, encode(Ping(asks)), ()), 0.0)
-    except GradwireError:
-        return

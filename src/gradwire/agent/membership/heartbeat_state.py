@@ -33,36 +33,30 @@ class _Heard:
 @final
 @dataclass(slots=True)
 class Findings(Generic[K]):
-    """What a look has found; numbers are seconds of silence."""
+    """The links that a look has found; numbers are seconds of silence."""
 
     ping: list[K] = field(default_factory=list)
-    """those to ping now"""
-    suspect: dict[K, float] = field(default_factory=dict)
-    """those that have just become suspect"""
-    back: list[K] = field(default_factory=list)
-    """those that were suspect, and have given a sign of life since"""
-    dead: dict[K, float] = field(default_factory=dict)
-    """those that are considered dead; they are not watched any longer"""
+    suspect: dict[K, float] = field(default_factory=dict)  # since this look
+    back: list[K] = field(default_factory=list)  # were suspect, and have given a sign of life
+    dead: dict[K, float] = field(default_factory=dict)  # not watched any longer
 
 
 @final
 class FailureDetector(Generic[K]):
-    """When each link of one worker last gave a sign of life.
-
-    After so many seconds of silence a link is `suspect`, and `dead`.
-    """
+    """After so many seconds of silence a link of one worker is `suspect`, and `dead`."""
 
     def __init__(self, suspect: float, dead: float) -> None:
         self._suspect, self._dead = suspect, dead
-        self.pause = min(suspect, dead) / _LOOKS
-        """seconds from one look to the next"""
+        self.pause = min(suspect, dead) / _LOOKS  # seconds from one look to the next
         self._links: dict[K, _Heard] = {}
         self._looked: float | None = None
 
     def look(self, now: float, signs: Mapping[K, int | None]) -> Findings[K]:
         """Judge these links by their signs; None stands for one that is certainly alive."""
         found: Findings[K] = Findings()
-        stopped = self._stopped(now)
+        gap = now - self._looked if self._looked is not None and self._links else 0.0
+        stopped = gap - self.pause if gap > 2 * self.pause else 0.0
+        self._looked = now
         self._links = {link: known for link, known in self._links.items() if link in signs}
         for link, sign in signs.items():
             known = self._links.get(link)
@@ -89,14 +83,6 @@ class FailureDetector(Generic[K]):
     def next_look(self) -> float | None:
         """When to look again; None while there is nothing to watch."""
         return self._looked + self.pause if self._looked is not None and self._links else None
-
-    def _stopped(self, now: float) -> float:
-        """How much of the time since the last look this worker itself was stopped."""
-        due, self._looked = self._looked, now
-        if due is None or not self._links:
-            return 0.0
-        gap = now - due
-        return gap - self.pause if gap > 2 * self.pause else 0.0
 
     def _judge(self, link: K, known: _Heard, silence: float, found: Findings[K]) -> None:
         if silence >= self._dead and known.is_pinged:

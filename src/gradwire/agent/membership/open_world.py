@@ -1,11 +1,9 @@
 """Joining and leaving an open world: the roster in the store, and what members tell each other.
 
-A worker registers in the roster, then announces itself by connecting to each member before it: its
-handshake says who it is. A worker that leaves tells all members and waits until they have
-acknowledged it, so that none calls it by mistake.
-
-The roster has no lock that a dying worker could keep: each change is one compare-and-set. A worker
-that dies while it joins is found dead by the next one, or removed when its time is over.
+A worker registers in the roster, then announces itself by connecting to each member before it. One
+that leaves tells all members and waits until they have acknowledged it, so that none calls it by
+mistake. The roster has no lock that a dying worker could keep: each change is one compare-and-set.
+A worker that dies while it joins is found dead by the next, or removed when its time is over.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from gradwire.agent.membership.rendezvous import MIXED, has_closed_world, put_ro
 from gradwire.agent.membership.shutdown import ShutdownResult
 from gradwire.agent.messages import Done, Left
 from gradwire.agent.peers.directory import WorkerInfo
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import SignedStore
 from gradwire.agent.peers.state import Member, Roster, not_unique
 from gradwire.agent.requests.timer import Clock
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
@@ -51,8 +49,7 @@ class RosterStore:
 
     def __init__(self, store: SignedStore, transports: Transports, clock: Clock) -> None:
         self._held: SignedStore | None = store
-        self._transports = transports
-        self._clock = clock
+        self._transports, self._clock = transports, clock
 
     @property
     def _store(self) -> SignedStore:
@@ -70,10 +67,15 @@ class RosterStore:
         """Add this worker to the roster; the others do not know it yet."""
 
         def with_me(roster: Roster) -> Roster:
-            alive = [m for m in roster.holders(name, id) if self.is_alive(m.address)]
-            if alive:
-                raise _refusal(name, id, alive[0])
-            dead = {member.incarnation for member in roster.holders(name, id)}
+            holders = roster.holders(name, id)
+            for other in filter(lambda member: self.is_alive(member.address), holders):
+                if other.name == name:
+                    raise not_unique(name, other.id, id)
+                raise UsageError(
+                    f"{name} cannot join as number {id}: that is {other.name}, which is alive",
+                    hint="give each worker a rank of its own",
+                )
+            dead = {member.incarnation for member in holders}
             return roster.without(dead).with_member(name, id, address, note)
 
         me = self._change(with_me, limit).entries[-1].member
@@ -137,23 +139,12 @@ class RosterStore:
         return True
 
 
-def _refusal(name: str, id: WorkerId, other: Member) -> UsageError:
-    if other.name == name:
-        return not_unique(name, other.id, id)
-    return UsageError(
-        f"{name} cannot join as number {id}: that is {other.name}, which is alive",
-        hint="give each worker a rank of its own",
-    )
-
-
 @final
 class Membership:
     """Announces one worker to the others of an open world, and tells them when it leaves."""
 
     def __init__(self, agent: Agent, roster: RosterStore) -> None:
-        self._agent = agent
-        self._roster = roster
-        self._me = agent.directory.myself
+        self._agent, self._roster, self._me = agent, roster, agent.directory.myself
         agent.handle(Left, self._serve_left, Lane.SERVICE)
 
     def announce(self, deadline: float) -> None:

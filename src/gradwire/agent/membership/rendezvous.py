@@ -1,6 +1,6 @@
 """How the workers of a closed world exchange names and addresses: through one of torch's stores.
 
-Each worker writes its own entry and reads the others', all signed (peers/signed_store.py). The
+Each worker writes its own entry and reads the others', all signed (peers/secret.py). The
 store is needed only to join; the hosting process keeps it open until it has opened or joined
 another. An open world keeps a roster in the store instead: see open_world.py.
 
@@ -11,14 +11,13 @@ them wait: it polls, and sleeps in Python.
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple, final
 from urllib.parse import urlparse, urlunparse
 
 import msgspec
@@ -26,7 +25,7 @@ from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defin
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import SignedStore
 from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
@@ -52,18 +51,19 @@ _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or 
 
 
 class RendezvousEntry(msgspec.Struct, frozen=True):
-    """What a worker writes about itself."""
+    """What a worker writes about itself, with the world size that it was given."""
 
     name: str
     address: str
     note: str = ""
     incarnation: int = 0
     world_size: int = 0
-    """the world size that this worker was given"""
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
+_decode_entry = msgspec.json.Decoder(RendezvousEntry).decode
+
+
+class Meeting(NamedTuple):
     """The result of a rendezvous. `store` must be kept, as this process may host it."""
 
     directory: Directory
@@ -88,8 +88,7 @@ def open_store(
         seconds = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             found = rendezvous(_numbered(url, rank, world_size), timeout=seconds)
-            store, _, _ = next(iter(found))
-            return store  # type: ignore[no-any-return]
+            return next(iter(found))[0]  # type: ignore[no-any-return]
         except ValueError as error:
             raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from error
         except RuntimeError as error:
@@ -110,9 +109,8 @@ def _await_server(url: str, rank: int | None, deadline: float) -> None:
     while server is not None:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection(
-                server, timeout=min(max(left, 0.001), _CONNECT_SECONDS)
-            ).close()
+            timeout = min(max(left, 0.001), _CONNECT_SECONDS)
+            socket.create_connection(server, timeout).close()
             return
         except OSError as error:
             if left <= 0:
@@ -132,10 +130,9 @@ def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
     """
     asked = urlparse(url)
     world_size = world_size if asked.scheme == "file" else None
-    given = [asked.query] if asked.query else []
-    given += [] if rank is None else [f"rank={rank}"]
-    given += [f"world_size={-1 if world_size is None else world_size}"]
-    return urlunparse(asked._replace(query="&".join(given)))
+    ranked = "" if rank is None else f"rank={rank}"
+    given = (asked.query, ranked, f"world_size={-1 if world_size is None else world_size}")
+    return urlunparse(asked._replace(query="&".join(filter(None, given))))
 
 
 def has_closed_world(store: SignedStore) -> bool:
@@ -159,13 +156,10 @@ def put_roster(store: SignedStore, roster: Roster, old: str | None) -> bool:
 def meet(
     store: SignedStore, me: Member, world_size: int, options: Options, clock: Clock
 ) -> Meeting:
-    """Write this worker's entry, and wait for the entries of all others.
-
-    A later incarnation rejoins the round of the earlier one, without the help of the other workers.
-    """
-    rounds = _Rounds(store, me, clock.now() + options.timeouts.join, clock)
+    """Write this worker's entry, and wait for the entries of all others."""
+    rounds = _Rounds(store, me, world_size, clock.now() + options.timeouts.join, clock)
     try:
-        return _meet(rounds, store, me, world_size)
+        return rounds.meet()
     except DistNetworkError as error:
         raise PeerLost(
             "the rendezvous store was lost before every worker had joined: the process that "
@@ -174,39 +168,7 @@ def meet(
         ) from error
 
 
-def _meet(rounds: _Rounds, store: SignedStore, me: Member, world_size: int) -> Meeting:
-    is_again = me.incarnation > 0
-    if is_again:
-        round = rounds.last_round()
-    else:
-        _refuse_open_world(store)
-        round = rounds.open_round() if me.id == 0 else rounds.find_round()
-        _refuse_open_world(store)  # again: of two that begin at once, at least one sees the other
-    job = store.get(round)
-    # Written before the others are read: of two workers that come back at once, one finds the
-    # other. An earlier incarnation may have died at any step of its own rendezvous.
-    size = 0 if is_again else world_size
-    entry = RendezvousEntry(me.name, me.address, me.note, me.incarnation, size)
-    store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
-    keys = [f"{round}/{other}" for other in range(world_size)]
-    if is_again:
-        rounds.wait(keys)
-    else:
-        rounds.wait_for_entries(round, keys, job, world_size)
-    entries = [msgspec.json.decode(store.get(key, job), type=RendezvousEntry) for key in keys]
-    members = [Member(id, e.name, e.address, e.incarnation, e.note) for id, e in enumerate(entries)]
-    directory = Directory(me.id, members)
-    store.set(f"{round}/read/{me.id}", "", job)
-    if me.id == 0 and not is_again:  # the host of the store must not go while others read
-        rounds.wait([f"{round}/read/{other}" for other in range(world_size)])
-    return Meeting(directory, job, store.inner)
-
-
-def _refuse_open_world(store: SignedStore) -> None:
-    if roster_in(store)[0].entries:
-        raise UsageError(MIXED, hint="meet at another init_method")
-
-
+@final
 class _Rounds:
     """The rounds of joining in one store, which may be used again after a shutdown or a failure.
 
@@ -214,63 +176,98 @@ class _Rounds:
     has given it up: then they wait for the next.
     """
 
-    def __init__(self, store: SignedStore, me: Member, deadline: float, clock: Clock) -> None:
-        self._store, self._name, self._rank = store, me.name, me.id
+    def __init__(
+        self, store: SignedStore, me: Member, world_size: int, deadline: float, clock: Clock
+    ) -> None:
+        self._store, self._me, self._world_size = store, me, world_size
         self._deadline, self._clock = deadline, clock
-        self._checked: set[str] = set()
-        """entries whose world size was compared and is the same"""
+        self._checked: set[str] = set()  # entries whose world size was compared and is the same
 
-    def open_round(self) -> str:
+    def meet(self) -> Meeting:
+        store, me = self._store, self._me
+        is_again = me.incarnation > 0
+        if is_again:  # it rejoins the round of the earlier one, without the help of the others
+            round = self._last_round()
+        else:
+            self._refuse_open_world()
+            round = self._open_round() if me.id == 0 else self._find_round()
+            self._refuse_open_world()  # again: of two that begin at once, one sees the other
+        job = store.get(round)
+        # Written before the others are read: of two workers that come back at once, one finds the
+        # other. An earlier incarnation may have died at any step of its own rendezvous.
+        size = 0 if is_again else self._world_size
+        entry = RendezvousEntry(me.name, me.address, me.note, me.incarnation, size)
+        store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
+        keys = [f"{round}/{other}" for other in range(self._world_size)]
+        if is_again:
+            self._wait(keys)
+        else:
+            self._wait_for_entries(round, keys, job)
+        found = enumerate(_decode_entry(store.get(key, job)) for key in keys)
+        members = [Member(id, e.name, e.address, e.incarnation, e.note) for id, e in found]
+        directory = Directory(me.id, members)
+        store.set(f"{round}/read/{me.id}", "", job)
+        if me.id == 0 and not is_again:  # the host of the store must not go while others read
+            self._wait([f"{round}/read/{other}" for other in range(self._world_size)])
+        return Meeting(directory, job, store.inner)
+
+    def _refuse_open_world(self) -> None:
+        if roster_in(self._store)[0].entries:
+            raise UsageError(MIXED, hint="meet at another init_method")
+
+    def _open_round(self) -> str:
         """Begin a new round, under a new job id."""
         round = f"gradwire/round {self._store.add(_ROUNDS, 1)}"
         self._store.set(round, uuid.uuid4().hex)
         return round
 
-    def wait_for_entries(self, round: str, keys: list[str], job: str, world_size: int) -> None:
+    def _wait_for_entries(self, round: str, keys: list[str], job: str) -> None:
         """Wait until all ranks have written their entries, with the same world size."""
-        check = functools.partial(self._check_sizes, keys, job, world_size)
         try:
-            if self._rank != 0:  # rank 0 writes its entry first, with the world size
-                self.wait(keys[:1])
-                self._check_sizes(keys[:1], job, world_size)
-            self.wait(keys, look=check if self._rank == 0 else None)
+            if self._me.id == 0:
+                self._wait(keys, look=lambda: self._check_sizes(keys, job))
+            else:  # rank 0 writes its entry first, with the world size
+                self._wait(keys[:1])
+                self._check_sizes(keys[:1], job)
+                self._wait(keys)
         except JoinTimeout:
-            if self._rank == 0:
+            if self._me.id == 0:
                 self._store.set(f"{round}/given up", "")  # so that no worker joins it later
                 if self._store.add(_ROUNDS, 0) > int(round.rsplit(" ", 1)[1]):
                     raise JoinTimeout(
-                        f"{self._name} timed out: another process has opened a round here as "
+                        f"{self._me.name} timed out: another process has opened a round here as "
                         "rank 0",
                         hint=_OWN_RANK,
                     ) from None
             raise
-        check()
+        self._check_sizes(keys, job)
 
-    def _check_sizes(self, keys: list[str], job: str, world_size: int) -> None:
+    def _check_sizes(self, keys: list[str], job: str) -> None:
         """UsageError if an entry that is there has another world size."""
         for key in keys:
             text = None if key in self._checked else self._store.maybe_get(key, job)
-            other = None if text is None else msgspec.json.decode(text, type=RendezvousEntry)
-            if other is not None and other.world_size not in (0, world_size):
+            if text is None:
+                continue
+            other = _decode_entry(text)
+            if other.world_size not in (0, self._world_size):
                 raise UsageError(
-                    f"{self._name} was given world_size={world_size}, {other.name} was given "
-                    f"world_size={other.world_size}",
+                    f"{self._me.name} was given world_size={self._world_size}, {other.name} was "
+                    f"given world_size={other.world_size}",
                     hint="give every worker the same world_size, or the same WORLD_SIZE",
                 )
-            if other is not None:
-                self._checked.add(key)
+            self._checked.add(key)
 
-    def find_round(self) -> str:
+    def _find_round(self) -> str:
         """The latest round in which this rank has not been."""
         n = max(1, self._store.add(_ROUNDS, 0))
         while True:
             round = f"gradwire/round {n}"
             try:
-                self.wait([round], missing="0")
+                self._wait([round], missing="0")
             except JoinTimeout:
                 self._check_rank(f"gradwire/round {n - 1}")
                 raise
-            claimed = self._store.add(f"{round}/claimed/{self._rank}", 1) == 1
+            claimed = self._store.add(f"{round}/claimed/{self._me.id}", 1) == 1
             if claimed and self._store.maybe_get(f"{round}/given up") is None:
                 return round
             n += 1
@@ -278,47 +275,41 @@ class _Rounds:
     def _check_rank(self, round: str) -> None:
         """JoinTimeout with the reason, if another process has this rank in the round."""
         job = self._store.maybe_get(round)
-        text = None if job is None else self._store.maybe_get(f"{round}/{self._rank}", job)
+        text = None if job is None else self._store.maybe_get(f"{round}/{self._me.id}", job)
         if text is not None:
-            other = msgspec.json.decode(text, type=RendezvousEntry).name
             raise JoinTimeout(
-                f"{self._name} timed out: {other} has joined as rank {self._rank} before it, and "
-                "rank 0 opens no other round",
+                f"{self._me.name} timed out: {_decode_entry(text).name} has joined as rank "
+                f"{self._me.id} before it, and rank 0 opens no other round",
                 hint=_OWN_RANK,
             ) from None
 
-    def last_round(self) -> str:
+    def _last_round(self) -> str:
         """The round that an earlier incarnation had joined, or was about to join."""
         n = self._store.add(_ROUNDS, 0)
-        if self._rank == 0 and n == 0:
-            return self.open_round()
+        if self._me.id == 0 and n == 0:
+            return self._open_round()
         round = f"gradwire/round {max(1, n)}"
-        if self._rank == 0 and not self._store.has([round]):
+        if self._me.id == 0 and not self._store.has([round]):
             self._store.set(round, uuid.uuid4().hex)
-        self.wait([round], missing="0")
+        self._wait([round], missing="0")
         return round
 
-    def wait(
-        self,
-        keys: list[str],
-        missing: str | None = None,
-        look: Callable[[], None] | None = None,
+    def _wait(
+        self, keys: list[str], missing: str | None = None, look: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until all keys are set.
+        """Wait until all keys are set. `look` is called at each poll, and may end it by raising.
 
         On timeout the error lists the missing ranks, taken from the end of each unset key.
-        `look` is called at each poll, and ends the wait by raising.
         """
         pause = _LOOK_AGAIN_SECONDS
         while not self._store.has(keys):
-            if look is not None:
-                look()
+            look()
             left = self._deadline - self._clock.now()
             if left <= 0:
                 unset = [key for key in keys if not self._store.has([key])]
                 ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
                 raise JoinTimeout(
-                    f"{self._name} timed out waiting for rank {ranks} to join",
+                    f"{self._me.name} timed out waiting for rank {ranks} to join",
                     hint="start every rank, or increase Timeouts(join=…)",
                 )
             time.sleep(min(pause, left))

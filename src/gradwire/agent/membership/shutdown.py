@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, final
+from typing import NamedTuple, ParamSpec, TypeVar, final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.membership.shutdown_state import (
@@ -22,23 +22,23 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import GradwireError, PeerLost
 from gradwire.ids import WorkerId
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _LOOK_AGAIN_SECONDS = 0.005
 _TELL_SECONDS = 10.0
 _TELL_AGAIN_SECONDS = 0.5
 _CONFIRM_SECONDS = 30.0
-"""How long to wait for peers that are ready to confirm that we are. They may be gone already, which
-a closed port tells at once, but not one behind a proxy; then this is waited for nothing. If it were
-too short for a busy machine, a peer that has not heard would wait until its `shutdown(timeout=)`.
+"""How long to wait for peers that are ready to confirm that we are. One behind a proxy may be gone
+unnoticed. If it were too short, a peer that has not heard would wait for its `shutdown(timeout=)`.
 """
 
 
 class ShutdownResult(NamedTuple):
     """The names of the peers that a worker shut down without."""
 
-    late: list[str]
-    """those that did not reach the last phase in time"""
-    lost: list[str]
-    """those that were lost before they were quiet"""
+    late: list[str]  # those that did not reach the last phase in time
+    lost: list[str]  # those that were lost before they were quiet
     behind: list[str]
     """those that did not reach it either, but may have waited for those that were late"""
 
@@ -59,7 +59,8 @@ class GracefulShutdown:
         self._is_over = False
         agent.handle(Leaving, self._serve_leaving, Lane.SERVICE)
         agent.on_peer_lost(self._peer_lost)
-        agent.on_peer_joined(self._peer_joined)
+        # A peer that was taken for gone may have connected: wait for it, and tell it our phase.
+        agent.on_peer_joined(partial(self._connection_changed, self._progress.connected))
 
     def close(self) -> None:
         """Tell no peer anything any more, and wait for none."""
@@ -68,17 +69,9 @@ class GracefulShutdown:
             self._changed.notify_all()
 
     def wait_until_over(self, worker: WorkerId, deadline: float) -> bool:
-        """Wait until a peer's program is over, in this incarnation or a later one; False if late.
-
-        The loss of the peer does not end the wait: it may come back.
-        """
-        with self._lock:
-            while not self._progress.has_reached(worker, OVER):
-                left = deadline - self._agent.clock.now()
-                if left <= 0:
-                    return False
-                self._changed.wait(min(left, threading.TIMEOUT_MAX))
-        return True
+        """Wait until a peer's program is over, even if it is lost and comes back; False if late."""
+        now, has_reached = self._agent.clock.now, self._progress.has_reached
+        return self._wait_until(lambda: has_reached(worker, OVER), lambda: deadline - now())
 
     def leave(
         self,
@@ -92,34 +85,40 @@ class GracefulShutdown:
         `busy` says whether this worker has requests in flight. `seconds` count from when no program
         is known to run any more (see shutdown_state.py).
         """
-        deadline = ShutdownDeadline(seconds)
-        self._tell_all(OVER)
-        late = self._wait_for(OVER, deadline)
+        deadline, now = ShutdownDeadline(seconds), self._agent.clock.now
+
+        def left() -> float:
+            with self._lock:
+                return deadline.left(now(), self._progress)
+
+        late = self._reach(OVER, left)
         let_go()
-        while busy() and self._left(deadline) > 0:
+        while busy() and left() > 0:
             with self._lock:
                 self._changed.wait(_LOOK_AGAIN_SECONDS)
-        self._tell_all(QUIET)
-        late = late or self._wait_for(QUIET, deadline)
+        late = self._reach(QUIET, left, late)
         look()
-        self._tell_all(READY)
-        late = late or self._wait_for(READY, deadline)  # the first failed phase names the cause
-        self._wait_until_confirmed(self._agent.clock.now() + _CONFIRM_SECONDS)
+        late = self._reach(READY, left, late)
+        until, progress = now() + _CONFIRM_SECONDS, self._progress
+        self._wait_until(
+            lambda: self._is_over or not (progress.unconfirmed() or self._answering),
+            lambda: until - now(),
+        )
         return self._result(late)
 
-    def _result(self, missing: list[WorkerId]) -> ShutdownResult:
-        silent = [worker for worker in missing if self._agent.silence_of(worker)]
-        with self._lock:
-            late = self._progress.blockers(missing, silent)
-            gone = self._progress.lost_before_quiet()
-        name = self._agent.directory.name
-        lost = [name(worker) for worker in gone if worker not in missing]
-        behind = [name(worker) for worker in missing if worker not in late]
-        return ShutdownResult([name(worker) for worker in late], lost, behind)
+    def _reach(
+        self, phase: int, left: Callable[[], float], late: Sequence[WorkerId] = ()
+    ) -> Sequence[WorkerId]:
+        """Tell all peers our phase, and wait until they reach it; returns those that are late.
 
-    def _left(self, deadline: ShutdownDeadline) -> float:
+        After a phase that failed there is no wait: the first failed phase names the cause.
+        """
+        self._tell_all(phase)
+        missing = self._progress.missing
         with self._lock:
-            return deadline.left(self._agent.clock.now(), self._progress)
+            if late or self._wait_until(lambda: self._is_over or not missing(phase), left):
+                return late
+            return missing(phase)
 
     def _tell_all(self, phase: int) -> None:
         self._phase = phase
@@ -130,8 +129,23 @@ class GracefulShutdown:
             epoch = self._progress.epoch(info.id)
             try:
                 self._tell(info.id, deadline)
-            except GradwireError as error:
-                self._tell_failed(info.id, epoch, error)
+            except (
+                GradwireError
+            ) as error:  # if its port is closed it is gone, else it may come back
+                if _is_refusal(error):
+                    self._change(self._progress.refused, info.id, epoch)
+                else:
+                    self._connection_changed(self._progress.disconnected, info.id)
+
+    def _result(self, missing: Sequence[WorkerId]) -> ShutdownResult:
+        silent = [worker for worker in missing if self._agent.silence_of(worker)]
+        with self._lock:
+            late = self._progress.blockers(missing, silent)
+            gone = self._progress.lost_before_quiet()
+        name = self._agent.directory.name
+        lost = [name(worker) for worker in gone if worker not in missing]
+        behind = [name(worker) for worker in missing if worker not in late]
+        return ShutdownResult([name(worker) for worker in late], lost, behind)
 
     def _tell(self, worker: WorkerId, deadline: float) -> Promise[Outcome] | None:
         """Tell a peer our phase. The last one is a request: the peer confirms it."""
@@ -148,34 +162,30 @@ class GracefulShutdown:
 
     def _ready_answered(self, worker: WorkerId, outcome: Outcome) -> None:
         if isinstance(outcome, Answer):
-            with self._lock:
-                self._progress.confirmed(worker)
-                self._changed.notify_all()
+            self._change(self._progress.confirmed, worker)
 
-    def _wait_until_confirmed(self, until: float) -> None:
+    def _wait_until(self, done: Callable[[], bool], left: Callable[[], float]) -> bool:
+        """Wait until `done`; False if no time is left."""
         with self._lock:
-            while (self._progress.unconfirmed() or self._answering) and not self._is_over:
-                left = until - self._agent.clock.now()
-                if left <= 0:
-                    return
-                self._changed.wait(left)
+            while not done():
+                seconds = left()
+                if seconds <= 0:
+                    return False
+                self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
+        return True
 
-    def _wait_for(self, phase: int, deadline: ShutdownDeadline) -> list[WorkerId]:
+    def _change(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Change the progress, and wake the threads that wait for it."""
         with self._lock:
-            while (missing := self._progress.missing(phase)) and not self._is_over:
-                left = deadline.left(self._agent.clock.now(), self._progress)
-                if left <= 0:
-                    return missing
-                self._changed.wait(min(left, threading.TIMEOUT_MAX))
-        return []  # all have reached it, or another thread has closed this worker
+            self._changed.notify_all()
+            return change(*args, **kwargs)
 
     def _serve_leaving(self, message: Leaving, _: Payload, source: Source) -> None:
         # It counts before the answer leaves: with that the peer may close its connection, and one
         # that is not known to be ready would be told our phase again.
         with self._lock:
-            self._progress.reached(source.worker, message.phase)
+            self._change(self._progress.reached, source.worker, message.phase)
             self._answering += bool(source.request)  # this worker does not close meanwhile
-            self._changed.notify_all()
         if source.request:
             with suppress(GradwireError):
                 limit = self._agent.clock.now() + _TELL_SECONDS
@@ -187,73 +197,36 @@ class GracefulShutdown:
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         incarnation = self._agent.directory.incarnation(worker)
         with self._lock:
-            is_back = incarnation > self._incarnations.get(worker, incarnation)
+            if incarnation > self._incarnations.get(worker, incarnation):
+                self._change(self._progress.reborn, worker)
             self._incarnations[worker] = incarnation
-            if is_back:
-                self._progress.reborn(worker)
-                self._changed.notify_all()
-            may_be_gone = self._progress.may_be_gone(worker)
-        if may_be_gone:
-            self._is_gone(worker)
-        elif self._phase:
-            self._disconnected(worker)
+            is_gone = self._progress.may_be_gone(worker)
+            if is_gone:
+                self._change(self._progress.peer_lost, worker)
+        if not is_gone and self._phase:
+            self._connection_changed(self._progress.disconnected, worker)
 
-    def _tell_failed(self, worker: WorkerId, epoch: int, error: GradwireError) -> None:
-        """A peer could not be told. If its port is closed it is gone, else it may come back."""
-        if _is_refusal(error):
-            self._is_refused(worker, epoch)
-        else:
-            self._disconnected(worker)
-
-    def _peer_joined(self, worker: WorkerId) -> None:
-        """A peer that was taken for gone may have connected: wait for it, and tell it our phase."""
-        with self._lock:
-            is_untold = self._progress.connected(worker)
-            self._changed.notify_all()
-        if is_untold:
-            self._agent.dispatch.service.submit(partial(self._tell_again, worker))
-
-    def _disconnected(self, worker: WorkerId) -> None:
-        """Tell the peer our phase again: the last message may be lost with the connection."""
-        with self._lock:
-            is_untold = self._progress.disconnected(worker)
-            self._changed.notify_all()
-        if is_untold:
+    def _connection_changed(self, change: Callable[[WorkerId], bool], worker: WorkerId) -> None:
+        """A peer was lost, or is connected again: if it may not know our phase, tell it again."""
+        if self._change(change, worker):
             self._agent.dispatch.service.submit(partial(self._tell_again, worker))
 
     def _tell_again(self, worker: WorkerId) -> None:
         """Repeat until the peer has been told or is gone, or this worker is closed."""
         while self._progress.is_untold(worker) and not self._is_over:
             epoch = self._progress.epoch(worker)
-            deadline = self._agent.clock.now() + _TELL_SECONDS
             try:
-                answer = self._tell(worker, deadline)
+                answer = self._tell(worker, self._agent.clock.now() + _TELL_SECONDS)
                 outcome = None if answer is None else self._agent.wait_for(worker, answer)
                 if isinstance(outcome, GradwireError):
                     raise outcome
+                self._change(self._progress.told, worker, epoch)
             except GradwireError as error:
                 if _is_refusal(error):
-                    self._is_refused(worker, epoch)
+                    self._change(self._progress.refused, worker, epoch)
                 else:
                     with self._lock:
                         self._changed.wait(_TELL_AGAIN_SECONDS)
-            else:
-                self._was_told(worker, epoch)
-
-    def _was_told(self, worker: WorkerId, epoch: int) -> None:
-        with self._lock:
-            self._progress.told(worker, epoch)
-            self._changed.notify_all()
-
-    def _is_refused(self, worker: WorkerId, epoch: int) -> None:
-        with self._lock:
-            self._progress.refused(worker, epoch)
-            self._changed.notify_all()
-
-    def _is_gone(self, worker: WorkerId) -> None:
-        with self._lock:
-            self._progress.peer_lost(worker)
-            self._changed.notify_all()
 
 
 def _is_refusal(error: BaseException | None) -> bool:

@@ -8,9 +8,8 @@ connection, and behind a proxy a closed port looks like a network that is cut. P
 knows what is in flight.
 
 Waiting for the programs of the others has no deadline: a worker that only serves does so inside
-`shutdown`. The time for shutting down begins when no program is known to run any more, because each
-is over or its worker is lost. A lost worker that may come back is waited for until that time is
-over. If it comes back, the time begins anew.
+`shutdown`. The time for shutting down begins when each program is over or its worker lost. A lost
+worker is waited for until that time is over; if it comes back, the time begins anew.
 """
 
 from __future__ import annotations
@@ -33,12 +32,9 @@ class ShutdownProgress:
         self._phase: dict[WorkerId, int] = dict.fromkeys(others, 0)
         self._gone: set[WorkerId] = set()
         self._disconnected: set[WorkerId] = set()
-        self._untold: set[WorkerId] = set()
-        """peers that may not know our phase"""
-        self._confirmed: set[WorkerId] = set()
-        """peers that know that we are ready"""
-        self._epochs: Counter[WorkerId] = Counter()
-        """how often each peer was lost or came back"""
+        self._untold: set[WorkerId] = set()  # peers that may not know our phase
+        self._confirmed: set[WorkerId] = set()  # peers that know that we are ready
+        self._epochs: Counter[WorkerId] = Counter()  # how often each peer was lost or came back
 
     def reached(self, worker: WorkerId, phase: int) -> None:
         """A peer has reached a phase. Phases only grow, so repeats do no harm."""
@@ -59,7 +55,7 @@ class ShutdownProgress:
         return sorted(w for w, p in self._phase.items() if p >= READY and w not in known)
 
     def peer_lost(self, worker: WorkerId) -> None:
-        """A peer is gone for good. `lost_before_quiet` names it if it had not been quiet."""
+        """A peer is gone for good."""
         self._gone.add(worker)
         self._disconnected.discard(worker)
         self._untold.discard(worker)

@@ -41,22 +41,19 @@ class WorkerInfo(msgspec.Struct, frozen=True, order=True):
 
 @final
 class Directory:
-    """The workers of one job, as one of them knows them.
+    """The workers of one job, as one of them knows them. Reading needs no lock.
 
-    Its dicts of members are replaced, never changed: no lock to read.
+    Its dicts of members are replaced, never changed; an entry of `_gone` is set in one step.
     """
 
     def __init__(self, me: WorkerId, members: Iterable[Member], *, is_open: bool = False) -> None:
         self.lock = threading.RLock()
         """the lock of the worker: most of its tables are changed with this lock held"""
-        self.is_open = is_open
-        """whether workers join and leave at any time"""
+        self.is_open = is_open  # whether workers join and leave at any time
         self._by_id: dict[WorkerId, Member] = {}
         self._by_name: dict[str, Member] = {}
         self._gone: dict[WorkerId, Member] = {}
-        """the last member that had each number before the present one"""
-        self._latest: dict[WorkerId, Member] = {}
-        """the member that has each number, or had it last"""
+        """the last member that had each number before the present one, or if there is none"""
         self._since: dict[WorkerId, tuple[int, int]] = {}
         for member in members:
             other = self._by_name.get(member.name)
@@ -87,17 +84,17 @@ class Directory:
 
     def name(self, worker: WorkerId) -> str:
         """Its name, even after it has left."""
-        member = self._latest.get(worker)
+        member = self._by_id.get(worker) or self._gone.get(worker)
         return f"worker {worker}" if member is None else member.name
 
     def incarnation(self, worker: WorkerId) -> int:
         """Its present incarnation, or the last one if it has left."""
-        member = self._latest.get(worker)
+        member = self._by_id.get(worker) or self._gone.get(worker)
         return 0 if member is None else member.incarnation
 
     def note(self, worker: WorkerId) -> str:
         """The text that it published beside its name and address."""
-        member = self._latest.get(worker)
+        member = self._by_id.get(worker) or self._gone.get(worker)
         return "" if member is None else member.note
 
     def had_earlier(self, worker: WorkerId) -> bool:
@@ -180,12 +177,11 @@ class Directory:
     def _add(self, member: Member) -> None:
         self._by_id = {**self._by_id, member.id: member}
         self._by_name = {**self._by_name, member.name: member}
-        self._latest = {**self._latest, member.id: member}
 
     def _remove(self, member: Member) -> None:
+        self._gone[member.id] = member  # first: other threads look there for those not in `_by_id`
         self._by_id = {id: other for id, other in self._by_id.items() if other is not member}
         self._by_name = {name: other for name, other in self._by_name.items() if other != member}
-        self._gone[member.id] = member
 
     def number(self, to: str | int | WorkerInfo) -> WorkerId:
         """The number of the worker meant by a name, a number or an info. hot: every call"""

@@ -1,12 +1,16 @@
-"""The secret of a job, which authenticates its members to each other.
+"""The secret of a job, which authenticates its members and what they write into its store.
 
 It comes from a file that only its owner can read, from an inherited file descriptor, or from the
 environment. There is no default. It never appears in a log, an error, a repr or a command line, and
-is never sent: only keys derived from it are used.
+is never sent: only keys derived from it are used. The environment variable is not removed after
+reading: a process may become a worker again, and its children need the secret as well.
 
-The environment variable is not removed after reading: a process may become a worker again, and its
-children need the secret as well. The environment can be read by the same user and by root, as can
-the memory. A file is better still: it is not inherited by every program that is started.
+torch's TCPStore listens on all interfaces and authenticates nobody; a file may be writable by
+others. So each value in a `SignedStore` carries an HMAC-SHA256 under a key derived from the secret,
+bound to its name and, where the writer knows it, to the round of joining. A bad signature is
+refused before parsing. A process that can write to the store can still delete a value, restore an
+older one, or change a counter, which is not signed. Then joining fails by its timeout. No impostor
+gets in, as the handshake authenticates each connection again.
 """
 
 from __future__ import annotations
@@ -16,17 +20,23 @@ import os
 import secrets
 import select
 import stat
+import struct
 from pathlib import Path
 from typing import NoReturn, final
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from gradwire.agent.peers.refusals import Refusals
 from gradwire.current import ProcessValue
-from gradwire.errors import UsageError
-from gradwire.options import SECRET_VARIABLES, Options, SecretSource, secret_from_environment
+from gradwire.errors import NotTrusted, UsageError
+from gradwire.options import SECRET_VARIABLES, Options, secret_from_environment
 
 LEAST_BYTES = 32
 _MOST_BYTES = 4096
 _PRIVATE = 0o600
 _READ_SECONDS = 5.0
+_HEX_BYTES = 64
+_LENGTHS = struct.Struct(">QQ")
 _FROM_PIPE: ProcessValue[tuple[int, bytes]] = ProcessValue()
 """The descriptor of a pipe and what was read from it: it can be read only once."""
 
@@ -79,19 +89,20 @@ def find_secret(options: Options) -> Secret:
     """The secret that the options name, or else the environment."""
     if options.secret is not None:
         return _in_file(options.secret)
-    match secret_from_environment():
-        case SecretSource(file=str(path), descriptor=None, text=None):
+    found = secret_from_environment()
+    if len(found) > 1:
+        raise UsageError(
+            f"more than one of {', '.join(SECRET_VARIABLES)} is set", hint="leave one of them"
+        )
+    match found:
+        case {SECRET_VARIABLES.file: path}:
             return _in_file(path)
-        case SecretSource(file=None, descriptor=int(number), text=None):
-            return _in_descriptor(number)
-        case SecretSource(file=None, descriptor=None, text=str(text)):
+        case {SECRET_VARIABLES.descriptor: number}:
+            return _in_descriptor(int(number))
+        case {SECRET_VARIABLES.text: text}:
             return _stripped(os.fsencode(text), SECRET_VARIABLES.text)
-        case SecretSource(file=None, descriptor=None, text=None):
-            raise UsageError("this worker was given no secret", hint=_MAKE_ONE)
         case _:
-            raise UsageError(
-                f"more than one of {', '.join(SECRET_VARIABLES)} is set", hint="leave one of them"
-            )
+            raise UsageError("this worker was given no secret", hint=_MAKE_ONE)
 
 
 def _in_file(path: str) -> Secret:
@@ -161,3 +172,74 @@ def _stripped(data: bytes, origin: str) -> Secret:
     if len(data) > _MOST_BYTES:
         raise UsageError(f"the secret in {origin} is longer than {_MOST_BYTES} bytes")
     return Secret(data.rstrip(b"\r\n"), origin)
+
+
+# -- the signed store
+
+
+def signed(key: bytes, name: str, value: str, round: str = "") -> str:
+    """The value with its signature before it."""
+    return _mac(key, name, value, round) + value
+
+
+def verified(key: bytes, name: str, text: bytes, round: str = "") -> str | None:
+    """The value, if it was signed with this key for this name and round."""
+    try:
+        value = text[_HEX_BYTES:].decode()
+    except UnicodeDecodeError:
+        return None
+    good = hmac.compare_digest(text[:_HEX_BYTES], _mac(key, name, value, round).encode())
+    return value if good else None
+
+
+def _mac(key: bytes, name: str, value: str, round: str) -> str:
+    said = [part.encode() for part in (name, round, value)]
+    lengths = _LENGTHS.pack(len(said[0]), len(said[1]))
+    return hmac.new(key, lengths + b"".join(said), "sha256").hexdigest()
+
+
+@final
+class SignedStore:
+    """The operations of torch's stores that joining needs, with signed values."""
+
+    def __init__(self, store: Store, secret: Secret, refusals: Refusals) -> None:
+        self.inner, self._refusals = store, refusals
+        self._key = secret.key("rendezvous")
+
+    def set(self, name: str, value: str, round: str = "") -> None:
+        """Sign and write."""
+        self.inner.set(name, signed(self._key, name, value, round))
+
+    def get(self, name: str, round: str = "") -> str:
+        """The value; NotTrusted if it was not signed with the secret."""
+        value = verified(self._key, name, self.inner.get(name), round)
+        if value is None:
+            self._refusals.count("rendezvous", name)
+            raise NotTrusted(
+                f"the value of {name!r} in the rendezvous store was not signed with this "
+                "worker's secret",
+                hint="give every worker of the job the same secret, Options(secret=…) or "
+                "GRADWIRE_SECRET_FILE, and other jobs another store; else an attacker may have "
+                "written it",
+            )
+        return value
+
+    def maybe_get(self, name: str, round: str = "") -> str | None:
+        """The value, None if there is none."""
+        return self.get(name, round) if self.inner.check([name]) else None
+
+    def replace(self, name: str, old: str | None, new: str) -> bool:
+        """Replace the old value; False if the store holds another one by now."""
+        if new == old:
+            return True
+        before = "" if old is None else signed(self._key, name, old)
+        after = signed(self._key, name, new)
+        return bool(self.inner.compare_set(name, before, after).decode() == after)
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a counter. Counters are not signed: no trust may rest on their value."""
+        return int(self.inner.add(name, amount))
+
+    def has(self, names: list[str]) -> bool:
+        """Whether all of these names have a value, signed or not."""
+        return bool(self.inner.check(names))

@@ -1,9 +1,8 @@
 """Requests without an answer yet: the promise of an outcome, and the table of all of them.
 
 A request leaves the table exactly once: answered, late, lost or withdrawn. The caller that took it
-out settles its promise. An answer that finds nothing is not an error. Either it is late: nobody
-waits for it, and what it holds is to be released. Or it is the second one to its request: what it
-holds is in use since the first.
+out settles its promise. An answer that finds nothing is late, and what it holds is to be released;
+or it is the second one to its request, and what it holds is in use since the first.
 
 Neither has a lock, see Note [One step of the interpreter]: a finalizer may interrupt a thread here,
 and settle, wait or send on the same thread.
@@ -19,8 +18,17 @@ from typing import Any, Generic, TypeVar, final
 
 import msgspec
 
-from gradwire.errors import BadMessage
-from gradwire.ids import WorkerId
+from gradwire.agent.requests.timer import explain_shortening
+from gradwire.errors import (
+    BadMessage,
+    CallTimeout,
+    Cancelled,
+    DeadlinePassed,
+    GradwireError,
+    NotTrusted,
+    PeerLost,
+)
+from gradwire.ids import CallId, WorkerId
 
 T = TypeVar("T")
 
@@ -47,8 +55,7 @@ class Promise(Generic[T]):
 
     def __init__(self) -> None:
         self._token = [None]
-        self.settled = False
-        """whether the outcome is there; read-only for others"""
+        self.settled = False  # whether the outcome is there; read-only for others
         self._outcome: T | None = None
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[T], object]] = []
@@ -101,7 +108,7 @@ class Promise(Generic[T]):
 
 
 class Pending(msgspec.Struct, eq=False):
-    """One request without an answer."""
+    """One request without an answer, and the errors it may end with, on the worker `me`."""
 
     peer: WorkerId
     description: str
@@ -115,8 +122,36 @@ class Pending(msgspec.Struct, eq=False):
     """whether to send the peer a Cancel if nobody waits for the answer any more"""
     via: object = None
     """the channel it is sent on, once known: if the channel ends, the request fails"""
-    n: int = 0
-    """its number, set by `RequestTable.opened`"""
+    n: int = 0  # its number, set by `RequestTable.opened`
+
+    def late(self, name: str, me: WorkerId, silence: float) -> CallTimeout:
+        """The deadline has passed; `silence` is for how long the worker has sent nothing at all."""
+        waited = self.deadline - self.opened
+        silent = f"; it has given no sign of life for {silence:.3g} s" if silence else ""
+        within = f"within {max(0.0, float(f'{waited:.2g}')):g} s"
+        cut = explain_shortening(self.deadline)
+        longer = "the outermost call" if cut else "the call, or Timeouts(call=…) in the options"
+        error = CallTimeout(
+            f"{name} did not answer {self._spoken(me)} {within}{cut}{silent}",
+            hint=f"a longer timeout= on {longer} waits more",
+        )
+        return error.about(name, phase=self.phase)
+
+    def lost(
+        self, name: str, me: WorkerId, reason: GradwireError, link: str, now: float
+    ) -> PeerLost:
+        """The link that it was sent over has ended."""
+        where = f"[{self.phase}, {link}, {now - self.opened:.3g} s after it was made]"
+        error = PeerLost(f"{name} was lost before answering {self._spoken(me)}: {reason} {where}")
+        return error.about(name, link=link, phase=self.phase)
+
+    def cancelled(self, name: str, me: WorkerId, why: str) -> Cancelled:
+        """Nobody waits for the answer any more."""
+        error = Cancelled(f"{self._spoken(me)} on {name} was cancelled: {why}")
+        return error.about(name, phase=self.phase)
+
+    def _spoken(self, me: WorkerId) -> str:
+        return f"{CallId(me, self.n)} ({self.description})"
 
 
 @final
@@ -131,8 +166,7 @@ class RequestTable:
     def __init__(self) -> None:
         self._numbers = count(1)
         self._pending: dict[int, Pending] = {}
-        self._given_up: dict[int, None] = {}
-        """those whose answer may still come"""
+        self._given_up: dict[int, None] = {}  # those whose answer may still come
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -174,11 +208,10 @@ class RequestTable:
         made = [p for p in self._pending.copy().values() if p.inbound in inbound]
         return self._given_up_of(made)
 
-    def cancelled(self, n: int) -> Pending | None:
-        """Take out a request whose caller does not wait any more; None if it was answered."""
+    def cancelled(self, n: int) -> list[Pending]:
+        """Take out a request whose caller does not wait any more; empty if it was answered."""
         pending = self._pending.get(n)
-        taken = self._given_up_of([] if pending is None else [pending])
-        return taken[0] if taken else None
+        return self._given_up_of([] if pending is None else [pending])
 
     def is_late(self, n: int) -> bool:
         """Whether this is the first answer to a request that was given up before it came."""
@@ -203,3 +236,23 @@ class RequestTable:
 
     def _taken(self, found: list[Pending]) -> list[Pending]:
         return [pending for pending in found if self._pending.pop(pending.n, None) is not None]
+
+
+def gone(name: str, reason: GradwireError, link: str) -> PeerLost:
+    """The last link to a worker has ended."""
+    where = f" [{link}]" if link else ""
+    return PeerLost(f"{name} was lost: {reason}{where}").about(name, link=link)
+
+
+def unsent(name: str, what: str, phase: str, error: BaseException) -> BaseException:
+    """A message could not be sent: add the peer and the phase to the error."""
+    if isinstance(error, PeerLost):
+        kind: type[GradwireError] = NotTrusted if isinstance(error, NotTrusted) else PeerLost
+        text = f"{name} was lost before {what} reached it: {error.message}"
+    elif isinstance(error, DeadlinePassed):
+        kind = CallTimeout
+        text = f"{what} did not leave for {name} in time: {error.message}"
+    else:
+        return error
+    phase = error.phase or phase
+    return kind(f"{text} [{phase}]", hint=error.hint).about(name, link=error.link, phase=phase)

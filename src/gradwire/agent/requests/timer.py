@@ -76,10 +76,8 @@ class ShortenedDeadline(float):
 
     depth: int
     """how many calls with this deadline, or one derived from it, enclose this one"""
-    room: float
-    """the seconds that all levels share"""
-    asked: float
-    """the seconds that were asked for"""
+    room: float  # the seconds that all levels share
+    asked: float  # the seconds that were asked for
 
     def __new__(cls, moment: float, depth: int, room: float, asked: float) -> Self:
         """The moment, with the reason for it."""
@@ -129,8 +127,7 @@ class Timer:
     """The thread that watches deadlines; the watchers own the decisions."""
 
     def __init__(self, name: str, clock: Clock) -> None:
-        self._name = name
-        self.clock = clock
+        self._name, self.clock = name, clock
         self.lock = threading.RLock()
         self._wake = threading.Condition(self.lock)
         self._watchers: list[Watcher] = []
@@ -153,8 +150,7 @@ class Timer:
             self.armed = min(self.armed, deadline)
             if self._thread is None:
                 # Every wait of the worker depends on this thread to end in time.
-                duty = threads.IRREPLACEABLE
-                self._thread = threads.thread(self._name, self._loop, duty)
+                self._thread = threads.thread(self._name, self._loop, threads.IRREPLACEABLE)
                 self._thread.start()
             self._wake.notify()
 
@@ -192,9 +188,9 @@ class Timer:
 
 @final
 class Resender(Generic[T]):
-    """Keeps messages that could not be sent, or were not answered, until it is time to send again.
+    """Keeps messages until it is time to send them again.
 
-    `send_again` gets those that are due. It is called on the timer's thread, so it must not block.
+    `send_again` gets those that are due, on the timer's thread, so it must not block.
     """
 
     def __init__(self, timer: Timer, send_again: Callable[[list[T]], None]) -> None:

@@ -46,8 +46,7 @@ class Source(msgspec.Struct, eq=False):
     worker: WorkerId
     channel: Channel
     request: int
-    cancelled: str = ""
-    """why nobody waits for the answer any more, once that is so"""
+    cancelled: str = ""  # why nobody waits for the answer any more, once that is so
     note: bytes = b""
     """what the layer above sends along with the answer or the failure"""
 
@@ -88,31 +87,27 @@ class Registered(NamedTuple):
     refuse: Callable[[Message, Source], None]
 
 
+Run = Callable[..., None]
+TakeAnswer = Callable[[WorkerId, Frame], None]
+
+
 class Interceptor(Protocol):
     """Stands in the way of each message of a worker; see testing/failpoints.py."""
 
     def send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
         """Send a frame, in place of `channel.send`."""
 
-    def around(
-        self, frame: Frame, registered: Registered, run: Callable[..., None]
-    ) -> tuple[Registered, Callable[..., None]]:
+    def around(self, frame: Frame, registered: Registered, run: Run) -> tuple[Registered, Run]:
         """The replacements for the handler of a frame, and for `Dispatch._run` around it."""
 
     def take_answer(
-        self,
-        take: Callable[[WorkerId, Frame], None],
-        worker: WorkerId,
-        channel: Channel,
-        frame: Frame,
+        self, take: TakeAnswer, worker: WorkerId, channel: Channel, frame: Frame
     ) -> None:
         """Take an answer, in place of `take(worker, frame)`."""
 
 
 def payload_of(frame: Frame) -> Payload:
-    """The one block of an inbound frame, if it has one."""
-    if not frame.payload:
-        return None
+    """The one block of an inbound frame that has one."""
     (block,) = frame.payload
     assert isinstance(block, memoryview)
     return block
@@ -155,10 +150,7 @@ class Dispatch:
     def serve(
         self, source: Source, frame: Frame, may_run: bool, interceptor: Interceptor | None = None
     ) -> Job | None:
-        """Run the frame's handler in its lane.
-
-        If `may_run` and it is short, it is returned for the calling thread to run.
-        """
+        """Run the frame's handler in its lane; if `may_run`, one that is short is returned."""
         registered, run = self._registered.get(frame.kind), self._run
         if registered is None:
             raise BadMessage(f"no handler for messages of kind {frame.kind:#06x}")
@@ -177,24 +169,19 @@ class Dispatch:
             pool = self.service
         if may_run and self._latency.is_short(key) and pool.has_room():
             return partial(run, source, registered, message, payload, key, 0, pool)
-        size = self._count(source.worker, frame)
+        size = EACH + len(frame.head) + sum(map(len, frame.payload))
+        if not self._unserved.maybe_take(source.worker, size):
+            raise OverLimit(
+                f"{self._unserved.taken(source.worker)} bytes of messages wait to be served, and "
+                f"{size} more have come: the limit is {self._most_unserved}",
+                hint="wait for answers between sends, or raise the receiver's Limits(unserved=…)",
+            )
         pool.submit(partial(run, source, registered, message, payload, key, size))
         return None
 
     def inbound_on(self, channel: Channel) -> list[Source]:
         """The requests in the user lane that came by a channel, and are not over."""
         return [inbound for inbound in list(self.inbound_requests) if inbound.channel is channel]
-
-    def _count(self, peer: WorkerId, frame: Frame) -> int:
-        """Count a message as unserved until it has run; the size that it counts for."""
-        size = EACH + len(frame.head) + sum(map(len, frame.payload))
-        if not self._unserved.maybe_take(peer, size):
-            raise OverLimit(
-                f"{self._unserved.taken(peer)} bytes of messages wait to be served, and {size} "
-                f"more have come: the limit is {self._most_unserved}",
-                hint="wait for answers between sends, or raise the receiver's Limits(unserved=…)",
-            )
-        return size
 
     def _run(
         self,
@@ -209,9 +196,7 @@ class Dispatch:
         """Run a handler, or `refuse` the message if nobody waits for the answer any more.
 
         `size` is what it counts for as unserved. If `guest_of` is set, the current (reader) thread
-        counts as a thread of that pool while the handler runs.
-
-        hot: every message
+        counts as a thread of that pool while the handler runs. hot: every message
         """
         if guest_of is not None:
             guest_of.guests.append(None)

@@ -1,13 +1,11 @@
 """Limits on what each peer may have open, queued or in flight here.
 
-Three kinds of use:
-  - contexts, edges and runs that a peer has open: one too many is refused;
-  - bytes of messages that wait to be served (`Limits.unserved`): a correct peer waits for answers
-    before it has sent so much (`Limits.in_flight`), so the connection of any other is ended before
-    its messages fill the memory of this worker;
-  - bytes of calls to a peer that have no answer yet (`Limits.in_flight`): a fast caller waits, so
-    that it does not fill the memory of a slow callee. A call that a served function makes does not
-    wait: the answers it would wait for may themselves depend on it.
+- Contexts, edges and runs that a peer has open: one too many is refused.
+- Bytes of messages that wait to be served (`Limits.unserved`): a correct peer waits for answers
+  before it has sent so much (`Limits.in_flight`), so the connection of any other is ended.
+- Bytes of calls to a peer that have no answer yet (`Limits.in_flight`): a fast caller waits, so
+  that it does not fill the memory of a slow callee. A call that a served function makes does not
+  wait: the answers it would wait for may themselves depend on it.
 """
 
 from __future__ import annotations
@@ -19,17 +17,15 @@ from gradwire.agent.requests.timer import Clock
 from gradwire.errors import CallTimeout, OverLimit
 from gradwire.ids import WorkerId
 
-EACH: Final = 1024
-"""About how many bytes a message takes besides its own."""
+EACH: Final = 1024  # about how many bytes a message takes besides its own
 
 
 @final
 class PeerLimit:
     """A limit for each peer on one kind of thing, with what each peer has taken of it.
 
-    `what` names the things in the plural, as `Limits` does. With `one_may_exceed`, a single thing
-    that is larger than the limit is let through when the peer has no other: its size is limited
-    elsewhere.
+    `what` names the things in the plural, as `Limits` does. With `one_may_exceed`, a single larger
+    thing is let through when the peer has no other: its size is limited elsewhere.
     """
 
     def __init__(self, what: str, most: int, *, one_may_exceed: bool = False) -> None:

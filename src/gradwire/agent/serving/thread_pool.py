@@ -8,6 +8,7 @@ most `limit` functions compute at once.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -43,14 +44,13 @@ class ElasticPool:
     may_wait = True
 
     def __init__(self, name: str, limit: int | None = None) -> None:
-        self._name = name
-        self.limit = limit
+        self._name, self.limit = name, limit
+        self._most = math.inf if limit is None else limit
         self.lock = threading.RLock()  # a finalizer that runs inside it may submit
         self._changed = threading.Condition(self.lock)
         self._jobs: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
-        self._idle = 0
-        self._busy = 0
+        self._idle = self._busy = 0
         self.guests: list[None] = []
         """one for each job that runs on a thread outside the pool, for which `mine.pool` is set;
         changed in one step, so it needs no lock"""
@@ -79,8 +79,7 @@ class ElasticPool:
 
     def has_room(self) -> bool:
         """Whether one more job could begin at once."""
-        limit = self.limit
-        is_full = limit is not None and self._busy + len(self.guests) >= limit
+        is_full = self._busy + len(self.guests) >= self._most
         return not (is_full or self._closed or self._jobs)
 
     def guest_left(self) -> None:
@@ -133,16 +132,13 @@ class ElasticPool:
 
     def _start_one_if_needed(self) -> None:
         """With the lock held: wake or start a thread for a queued job, if the limit allows it."""
-        room = len(self._jobs)
-        if self.limit is not None:
-            room = min(room, self.limit - self._busy - len(self.guests))
+        room = min(len(self._jobs), self._most - self._busy - len(self.guests))
         if room <= 0:
             return
         if self._idle >= room:
             self._changed.notify()
             return
-        name = f"{self._name} {len(self._threads)}"
-        thread = threads.thread(name, self._loop, self)
+        thread = threads.thread(f"{self._name} {len(self._threads)}", self._loop, self)
         thread.start()  # with the lock held, see Note [Starting a thread]
         self._threads.add(thread)
         self._idle += 1  # it begins by looking for a job
@@ -185,8 +181,7 @@ class ElasticPool:
     def _maybe_next(self) -> Job | None:
         """With the lock held: wait for a job and room to run it; None to end the thread."""
         while True:
-            is_full = self.limit is not None and self._busy + len(self.guests) >= self.limit
-            if self._jobs and not is_full:
+            if self._jobs and self._busy + len(self.guests) < self._most:
                 return self._jobs.popleft()
             if self._closed and not self._jobs:
                 return None

@@ -1,18 +1,16 @@
 """One backward pass while it is active on one worker.
 
 `ActivePass` is what every worker of the pass knows: the gradients that have arrived, and the
-threads that wait for them. `CoordinatedPass` adds what the coordinator knows, the worker on which
-the pass began; `ParticipantPass` what every other worker knows.
-
-All three drive one `PassState`: they decide under the worker's lock and act outside it. They wait
-without a timeout of their own. The pass table's timer fails a pass at its deadline, and a failure
-wakes every wait.
+threads that wait for them. `CoordinatedPass` adds what the worker knows on which the pass began;
+`ParticipantPass` what every other worker knows. They decide by a `PassState` under the worker's
+lock and act outside it. They wait without a timeout of their own: the pass table's timer fails a
+pass at its deadline, and a failure wakes every wait.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import torch
@@ -41,39 +39,37 @@ Settlement = tuple[list[torch.Tensor | None], list[Crossing]]
 class ActivePass:
     """What every worker knows of a pass it takes part in."""
 
+    context: Context | None = None
+    """whose map the gradients of leaves go to, if they go to one"""
+    mine = NOTHING
+    """the edges of this worker that others settle in the pass"""
+    run: int | None = None
+    """the number of the engine run here, once it is known"""
+    error: Exception | None = None
+    """the first error, which has ended the pass"""
+    _news: Promise[None] | None = None
+    # Made by the first thread that sleeps. Most passes need none: a thread that waits for gradients
+    # reads the channel itself.
+    _changed: threading.Condition | None = None
+
     def __init__(
         self,
         id: PassId,
-        context: Context | None,
         deadline: float,
         began: float,
         edges: Edges,
-        participants: Sequence[WorkerId] = (),
+        participants: Iterable[WorkerId] = (),
     ) -> None:
-        self.id = id
-        self.context = context
-        """whose map the gradients of leaves go to, if they go to one"""
-        self.deadline, self._began = deadline, began
-        self._table = edges
-        self.mine = NOTHING
-        """the edges of this worker that others settle in the pass"""
-        self.run: int | None = None
-        """the number of the engine run here, once it is known"""
+        self.id, self.deadline, self._began = id, deadline, began
+        self._table, self._lock = edges, edges.lock
         self.edges_sent: set[EdgeId] = set()
         """the edges whose gradients have left, or are about to; see `engine_run.check_order`"""
-        self.error: Exception | None = None
-        """the first error, which has ended the pass"""
         self._state = PassState(id, participants)
         self.participants = self._state.asked
         """the workers that are told to run from here"""
-        self._lock = edges.lock
-        # Made by the first thread that sleeps. Most passes need none: a thread that waits for
-        # gradients reads the channel itself.
-        self._changed: threading.Condition | None = None
-        self._inbox: dict[EdgeId, Settlement] = {}
+        self.inbox: dict[EdgeId, Settlement] = {}
+        """the gradients that no Send has taken yet"""
         self._awaited: set[EdgeId] = set()
-        self.first_news: Promise[None] = Promise()
-        """settled, without the lock, when gradients have arrived or the pass has failed"""
 
     def __str__(self) -> str:
         return str(self.id) if self.context is None else f"{self.id} of {self.context}"
@@ -89,12 +85,13 @@ class ActivePass:
         try:
             with self._lock:
                 self._state.edge_settled(message.edge)
-                self._inbox[message.edge] = gradients, message.crossings
-                self._notify()
+                self.inbox[message.edge] = gradients, message.crossings
+                if self._changed is not None:
+                    self._changed.notify_all()
         except BadMessage as error:
             self.fail(error)
-        if not self.first_news.settled:
-            self.first_news.settle(None)
+        if self._news is not None:
+            self._news.settle(None)
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
@@ -116,7 +113,7 @@ class ActivePass:
             if self.error is not None:
                 raise fresh(self.error)
             self._state.edge_collected(edge)
-            return self._inbox.pop(edge)
+            return self.inbox.pop(edge)
 
     def check_collected(self) -> None:
         """After a run: BadMessage if gradients arrived that no Send has used."""
@@ -128,11 +125,24 @@ class ActivePass:
     def fail(self, error: Exception) -> None:
         """End the pass here; the first error is kept."""
         with self._lock:
-            if self._state.pass_failed():
+            if self.error is None:
                 self.error = error
-            self._notify()
-        if not self.first_news.settled:
-            self.first_news.settle(None)
+            if self._changed is not None:
+                self._changed.notify_all()
+        if self._news is not None:
+            self._news.settle(None)
+
+    def on_news(self, act: Callable[[], object]) -> None:
+        """Call this, without the lock, once gradients have arrived or the pass has failed."""
+        news = self._news = Promise()
+        news.on_settled(lambda _: act())
+        # They write what is looked at here before they look for the promise: one sees the other.
+        if self.has_news():
+            news.settle(None)
+
+    def has_news(self) -> bool:
+        """Whether gradients have arrived or the pass has failed."""
+        return self.error is not None or bool(self._state.settled)
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """Fail the pass if it cannot succeed without this worker."""
@@ -146,10 +156,11 @@ class ActivePass:
             self.fail(error)
 
     def worker_done(self, worker: WorkerId, *, has_changed: bool) -> None:
-        """A participant's run is over; BadMessage if it was not told to run, or not from here."""
+        """A participant's run is over; BadMessage if it was not told to run from here."""
         with self._lock:
             self._state.worker_done(worker, has_changed=has_changed)
-            self._notify()
+            if self._changed is not None:
+                self._changed.notify_all()
 
     def expire(self, directory: Directory) -> None:
         """Fail the pass because its deadline is over."""
@@ -168,7 +179,7 @@ class ActivePass:
 
     def drop_inbox(self) -> bool:
         """The pass is over: drop gradients that no Send has taken. Whether edges end with them."""
-        inbox, self._inbox = self._inbox, {}
+        inbox, self.inbox = self.inbox, {}
         has_edges = False
         for settled, (_, crossed) in inbox.items():
             sent = self._table.sent.get(settled.n)
@@ -176,11 +187,6 @@ class ActivePass:
                 self._table.unseen([crossing.edge for crossing in crossed], sent.peer)
                 has_edges = True
         return has_edges
-
-    def _notify(self) -> None:
-        """With the lock held: wake the threads that wait."""
-        if self._changed is not None:
-            self._changed.notify_all()
 
     def sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until `done` returns true after a change; False if it has not by then."""
@@ -197,42 +203,26 @@ class CoordinatedPass(ActivePass):
     start: Start
     """what is sent to each participant, but for its edges, the time left and the first gradients"""
 
+    outer: list[Nested] | None = None
+    """the nested passes of the outer backward, if there is one"""
+    is_partial = False
+    """whether it goes only to some inputs: a grad(), or a backward with `inputs=`"""
+
     def __init__(
-        self,
-        id: PassId,
-        context: Context | None,
-        deadline: float,
-        began: float,
-        table: Edges,
-        edges: Lineage,
+        self, id: PassId, deadline: float, began: float, table: Edges, edges: Lineage
     ) -> None:
         # Every other worker that owns a Send of the pass takes part in it.
-        participants = sorted(workers_in(edges) - {id.worker})
-        super().__init__(id, context, deadline, began, table, participants)
+        super().__init__(id, deadline, began, table, workers_in(edges) - {id.worker})
         self.edges = edges
-        self.outer: list[Nested] | None = None
-        """the nested passes of the outer backward, if there is one"""
-        self.is_partial = False
-        """whether it goes only to some inputs: a grad(), or a backward with `inputs=`"""
-        self.not_started: Sequence[WorkerId] = participants
+        self.unfinished, self.changed = self._state.unfinished, self._state.changed
+        self.not_started: Sequence[WorkerId] = sorted(self.participants)
         """the participants to which no Start was sent yet"""
 
     def take_not_started(self) -> Sequence[WorkerId]:
-        """The participants for the caller to send a Start to. hot: every crossing of a backward"""
-        if not self.not_started:
-            return ()
+        """The participants for the caller to send a Start to."""
         with self._lock:
             workers, self.not_started = self.not_started, ()
             return workers
-
-    def changed_workers(self) -> Sequence[WorkerId]:
-        """When all are done: the participants that have changed leaves."""
-        return sorted(self._state.changed)
-
-    def unfinished(self) -> Sequence[WorkerId]:
-        """The participants that are not done; none if the pass has failed."""
-        with self._lock:
-            return self._state.unfinished() if self.error is None else ()
 
     def is_through(self, worker: WorkerId) -> bool:
         """Whether a participant is done, or the pass has failed."""
@@ -243,15 +233,16 @@ class CoordinatedPass(ActivePass):
 class ParticipantPass(ActivePass):
     """A pass on a worker that takes part in it. `undo_log` is None until the run has begun."""
 
-    def __init__(self, id: PassId, deadline: float, began: float, edges: Edges) -> None:
-        super().__init__(id, None, deadline, began, edges)
-        self.undo_log: UndoLog | None = None
-        self.held: tuple[Gradients, Sequence[Buffer]] | None = None
-        """the last gradients of the run, held back until the engine has returned"""
-        self._leaves = 0
-        self._run_over = False
-        self.started: Promise[None] = Promise()
-        """settled by the first Start"""
+    undo_log: UndoLog | None = None
+    held: tuple[Gradients, Sequence[Buffer]] | None = None
+    """the last gradients of the run, held back until the engine has returned"""
+    _leaves, _run_over, is_started = 0, False, False
+
+    def starts(self) -> bool:
+        """A Start has come; whether it is the first."""
+        with self._lock:
+            is_first, self.is_started = not self.is_started, True
+        return is_first
 
     def run_begins(self, undo_log: UndoLog) -> None:
         """The engine is about to run; raises what has already ended the pass."""
@@ -276,7 +267,8 @@ class ParticipantPass(ActivePass):
         """The engine has returned or raised. Whether the pass has failed meanwhile."""
         with self._lock:
             self._run_over = True
-            self._notify()
+            if self._changed is not None:
+                self._changed.notify_all()
             return self.error is not None
 
     def is_running(self) -> bool:

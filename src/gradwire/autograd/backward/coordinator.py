@@ -66,12 +66,12 @@ class Coordinator:
     def begin_native(self, met: EdgeEnd) -> CoordinatedPass:
         """Begin the pass of a `loss.backward()` or `grad()` that has reached its first Recv."""
         executed = self._executed(engine_run.this_thread.recvs, met)
-        if executed is None:  # the run was not begun by Python code
-            executed = self._executed(self._edges.recvs(), met) or []
+        if not executed:  # the run was not begun by Python code
+            executed = self._executed(self._edges.recvs(), met)
         leading = [recv for recv in executed if engine_run.leads_on(recv)]
         lineage = union([end_of(recv).origin.lineage for recv in leading])
         # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
-        plain = any(will_execute(anchor_of(recv)) for recv in leading)
+        plain = any(map(will_execute, map(anchor_of, leading)))
         # A Function may run it inside of a `backward(context, …)`: then into the map of that one.
         undo_log = undo_log_of_run()
         into = undo_log.context if plain and undo_log is not None else None
@@ -79,11 +79,11 @@ class Coordinator:
         active.outer = undo_log.nested if undo_log else inside_now()
         return active
 
-    def _executed(self, recvs: Sequence[Node], met: EdgeEnd) -> list[Node] | None:
-        """Those of this worker that the current run executes; None if `met` is not among them."""
+    def _executed(self, recvs: Sequence[Node], met: EdgeEnd) -> list[Node]:
+        """Those of this worker that the current run executes; none if `met` is not among them."""
         own = [recv for recv in recvs if end_of(recv).engine_ref is met.engine_ref]
         if all(end_of(recv).edge != met.edge for recv in own):
-            return None
+            return []
         # `will_execute` is false for the root node of a backward, which `met` may be.
         return [recv for recv in own if end_of(recv).edge == met.edge or will_execute(recv)]
 
@@ -155,7 +155,7 @@ class Coordinator:
         )
         if context is not None:
             context.called.update(active.participants)  # they hear when it is closed
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("start", active.id)
         return active
 
@@ -167,18 +167,14 @@ class Coordinator:
         payload: Sequence[Buffer],
     ) -> None:
         """Send gradients, and Starts. See Note [Starts are sent with gradients]."""
-        not_started = active.take_not_started()
+        not_started = active.take_not_started() if active.not_started else ()
         message = self._start(active, peer, gradients) if peer in not_started else gradients
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
         if not_started:
-            self._tell(active, [worker for worker in not_started if worker != peer])
+            self.send_starts(active, [worker for worker in not_started if worker != peer])
 
-    def send_starts(self, active: CoordinatedPass) -> None:
-        """This worker is about to wait: send the Starts that were not sent."""
-        if active.not_started:
-            self._tell(active, active.take_not_started())
-
-    def _tell(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
+    def send_starts(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
+        """Send a Start to these participants."""
         for worker in workers:
             start = self._start(active, worker, None)
             self._agent.tell(worker, start, deadline=active.deadline, phase="backward")
@@ -190,7 +186,8 @@ class Coordinator:
     def finish(self, active: CoordinatedPass) -> None:
         """The run here is over: wait for the participants, then let them keep their changes."""
         try:
-            self.send_starts(active)
+            if active.not_started:
+                self.send_starts(active, active.take_not_started())
             for worker in active.unfinished():  # on its channel, so that this thread can read it
                 is_through = partial(active.is_through, worker)
                 self._agent.wait(worker, is_through, partial(active.sleep_until, is_through))
@@ -201,7 +198,7 @@ class Coordinator:
             self.give_up(active, error if isinstance(error, Exception) else None)
             raise
         self._passes.over(active)
-        if active.outer is None or not active.changed_workers():
+        if active.outer is None or not active.changed:
             self._end_well(active)
         else:
             self._outcomes.defer(active.id.n)
@@ -216,13 +213,13 @@ class Coordinator:
 
     def _end_well(self, active: CoordinatedPass) -> None:
         self._outcomes.decide(active.id.n, well=True)
-        for worker in active.changed_workers():
+        for worker in sorted(active.changed):
             ended = PassEnded(active.id, None)
             try:
                 self._agent.tell(worker, ended, deadline=active.deadline)
             except GradwireError:  # it asks later, see PassEnding.coordinator_lost
                 self._agent.events.emit("unended", active.id, self._agent.directory.name(worker))
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("end", active.id)
 
     def give_up(self, active: CoordinatedPass, error: Exception | None) -> None:

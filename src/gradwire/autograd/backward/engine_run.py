@@ -4,15 +4,13 @@ The number of a run tells which pass a node runs for, so a run must know it befo
 it. The engine tells the number only to nodes, so each run gets a first node: see `_StartNode`.
 
 Python starts runs (`loss.backward()`, `torch.autograd.grad`) only through torch's engine object,
-which is replaced by one that calls `_run_of_python` first. A run that C++ code starts is not seen.
-Two things are done there:
+which is replaced by one that calls `_run_of_python`. A run that C++ code starts is not seen. There,
 
- 1. While a worker here has a Recv, the run is prepared: its nodes are numbered and it is kept on
-    one thread. See Note [The order of waiting], graph/walk.py.
- 2. Functions may run a backward of their own inside a run of gradwire: checkpoints, reversible
-    blocks. Left alone it would write to `.grad`, where `backward(context, …)` promises to write
-    nothing, and nothing would revert it if the pass failed. So it gets an undo log of its own,
-    inside that of the run around it.
+ 1. while a worker here has a Recv, the run is prepared: its nodes are numbered and it is kept on
+    one thread. See Note [The order of waiting], graph/walk.py;
+ 2. a backward that a Function runs inside a run of gradwire (a checkpoint, a reversible block) gets
+    an undo log of its own. Left alone it would write to `.grad`, where `backward(context, …)`
+    promises to write nothing, and nothing would revert it if the pass failed.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ from gradwire.torch_private import (
     run_engine,
     set_sequence_number,
     set_threaded,
-    when_run_ends,
     will_execute,
     wrap_runs,
 )
@@ -83,20 +80,17 @@ class Reached(NamedTuple):
 
 def reached_from(nodes: Iterable[Node]) -> Reached:
     """What a run from these reaches on this worker, through links too."""
-    by_kind: dict[type[Node], list[Node]] = {}
+    found: dict[type[Node], list[Node]] = {
+        kind: [] for kind in (RECV, AccumulateGrad, CHECKPOINT, DDP_SINK)
+    }
     for node in reachable_from(nodes):
-        kind = type(node)
-        if kind in _KINDS:
-            by_kind.setdefault(kind, []).append(node)
-    recvs = by_kind.get(RECV, [])
-    accumulators = by_kind.get(AccumulateGrad, [])
+        if type(node) in found:
+            found[type(node)].append(node)
+    recvs, accumulators, checkpoints, sinks = found.values()
     if recvs:
         anchors = set(map(anchor_of, recvs))
         accumulators = [node for node in accumulators if node not in anchors]
-    return Reached(recvs, accumulators, by_kind.get(CHECKPOINT, []), by_kind.get(DDP_SINK, []))
-
-
-_KINDS = frozenset([RECV, AccumulateGrad, CHECKPOINT, DDP_SINK])
+    return Reached(recvs, accumulators, checkpoints, sinks)
 
 
 def may_be_counted(reached: Reached) -> bool:
@@ -106,7 +100,11 @@ def may_be_counted(reached: Reached) -> bool:
     """
     if reached.checkpoints or reached.sinks or len(reached.accumulators) > _FEW_LEAVES:
         return False
-    return not reached.accumulators or not (dist.is_available() and dist.is_initialized())
+    return not reached.accumulators or not _may_have_ddp()
+
+
+def _may_have_ddp() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def leads_on(recv: Node) -> bool:
@@ -141,12 +139,11 @@ def execute(
     these, and leaves keep nothing: the undo log is for the backwards that Functions run on the way.
     `checkpoints` says whether reentrant checkpoints may run in passes that begin inside this run.
     """
-    begin = partial(_begin, reached, undo_log, on_start)
     watched = undo_log.watch(reached.accumulators) if reached is not None else []
     refused, this_thread.refuses_checkpoints = this_thread.refuses_checkpoints, not checkpoints
     inputs = None
     try:
-        _start.pending.append(begin)
+        _start.pending.append(partial(_begin, reached, undo_log, on_start))
         if anchors is not None:
             roots, inputs = (*roots, _start.view), (*anchors, _start.leaf)
         elif gradients is not None:
@@ -170,18 +167,21 @@ def lets_checkpoints_run() -> bool:
 def _begin(reached: Reached | None, undo_log: UndoLog, on_start: OnStart) -> None:
     undo_log.enter()
     on_start()
-    if reached is not None and (reached.accumulators or reached.checkpoints or reached.sinks):
+    if reached and (reached.sinks or (reached.accumulators and _may_have_ddp())):
         executed = [sink for sink in reached.sinks if will_execute(sink)]
         unused = [leaf for sink in executed for leaf in replica_parameters(sink)]
-        # Queued now, so that it is called before the callbacks that DDP queues during the run.
-        when_run_ends(partial(undo_log.reopen, unused))
+        undo_log.reopen_at_end(unused)
+
+
+def _callback_queued() -> None:
+    """By Python code. See Note [Callbacks at the end of a run], undo/undo_log.py."""
+    undo_log = undo_log_of_run()
+    if undo_log is not None:
+        undo_log.reopen_at_end()
 
 
 def enter_if_begun() -> bool:
-    """Enter the run from tokens that has begun in this thread; False if there is none.
-
-    Its first node is a Send, which asks for its pass. No user code runs before it.
-    """
+    """Enter the run from tokens that has begun in this thread; False if there is none."""
     if not _start.pending:
         return False
     _start.pending.pop()()
@@ -196,17 +196,17 @@ def _run_begins(pending: list[OnStart], gradient: object, _: object) -> object:
 
 @final
 class _StartNode(threading.local):
-    """An extra root that the engine runs first, so that a run learns its own number.
+    """An extra root that the engine runs first, before user code: a run learns its own number.
 
-    One for each thread that starts runs; no user code runs before it. In a backward() it is `leaf`,
-    as the engine runs the nodes of leaves before all others. A grad() does not run leaves: there it
-    is `view`, whose number is the greatest, and `leaf` is the input that makes grad() run it. A run
-    from tokens needs no extra root: its first node is a Send, which calls `enter_if_begun`.
+    In a backward() it is `leaf`, as the engine runs the nodes of leaves before all others. A grad()
+    does not run leaves: there it is `view`, whose number is the greatest, and `leaf` is the input
+    that makes grad() run it. A run from tokens needs no extra root: its first node is a Send, which
+    asks for its pass (`enter_if_begun`).
     """
 
     def __init__(self) -> None:
         self.pending: list[OnStart] = []
-        """what to call in the run that this thread is about to start; the hooks hold no more"""
+        """what to call in the run that this thread is about to start"""
         with recording():
             self.leaf = torch.zeros((), requires_grad=True)
             self.view = self.leaf.view(())
@@ -243,19 +243,18 @@ _TensorOrEdge = torch.Tensor | GradientEdge
 @cache
 def watch_backwards() -> None:
     """See from now on the backwards that Python code starts; once for the process."""
-    wrap_runs(_run_of_python)
+    wrap_runs(_run_of_python, _callback_queued)
 
 
 def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
     """hot: every backward() and grad() of the process"""
-    if not this_thread.is_ordered and not any_received():
-        return _run_as_nested(start, roots, args, kwargs)
-    if this_thread.has_leftovers and current_run() == NO_RUN:
-        drain()  # before numbers change: the queue must not be out of order
-    recvs = number_nodes(root_nodes(roots))
-    if recvs or this_thread.is_ordered:
-        with ordered(recvs):
-            return _run_as_nested(start, roots, args, kwargs)
+    if this_thread.is_ordered or any_received():
+        if this_thread.has_leftovers and current_run() == NO_RUN:
+            drain()  # before numbers change: the queue must not be out of order
+        recvs = number_nodes(root_nodes(roots))
+        if recvs or this_thread.is_ordered:
+            with ordered(recvs):
+                return _run_as_nested(start, roots, args, kwargs)
     return _run_as_nested(start, roots, args, kwargs)
 
 
@@ -304,15 +303,14 @@ def _run_inside(
 
 def _accumulators(tensors: Sequence[_TensorOrEdge], inputs: Sequence[_TensorOrEdge]) -> list[Node]:
     """The nodes that this backward will run for leaves."""
-    nodes = [node for node in map(_node, inputs or tensors) if node is not None]
+    nodes = []
+    for root in inputs or tensors:
+        if not isinstance(root, torch.Tensor):
+            nodes.append(root.node)
+        elif root.requires_grad:
+            nodes.append(get_gradient_edge(root).node)
     found = nodes if inputs else reachable_from(nodes)
     return [node for node in found if isinstance(node, AccumulateGrad)]
-
-
-def _node(root: _TensorOrEdge) -> Node | None:
-    if isinstance(root, torch.Tensor):
-        return get_gradient_edge(root).node if root.requires_grad else None
-    return root.node
 
 
 # -- the order of waiting; see the note of that name, graph/walk.py
@@ -351,8 +349,8 @@ class ordered:
     """Around one engine run whose nodes are numbered: it uses the calling thread only.
 
     With a queue per device, a Send that waits on the thread of the CPU could hide work that a node
-    on another device is about to make ready there. The switch belongs to the thread, so it is set
-    for the run alone: between two runs the thread may go on with another task of asyncio's.
+    on another device is about to make ready there. The switch is set for the run alone: between two
+    runs the thread may go on with another task of asyncio's.
     """
 
     def __init__(self, recvs: Sequence[Node] = ()) -> None:
@@ -375,7 +373,7 @@ class ordered:
 
 
 def drain() -> None:
-    """Let the engine drop what failed runs have left in its queue of this thread: by one more run.
+    """By one more run, let the engine drop what failed runs have left in its queue of this thread.
 
     There it would keep the graph alive until the thread's next run, and a thread that ends with
     such a queue after the interpreter aborts the process.
@@ -389,14 +387,9 @@ def drain() -> None:
 
 
 def check_order(edges: Edges, end: EdgeEnd, edges_sent: set[EdgeId]) -> None:
-    """A Send is about to wait: UsageError if a Recv of its run should have run before it.
-
-    In a run whose nodes are in order there is none; only other runs are looked at.
-    """
-    if this_thread.is_ordered:
-        return
+    """A Send is about to wait: UsageError if a Recv of its run should have run before it."""
     sent = edges.sent.get(end.edge.n)
-    if sent is None:
+    if this_thread.is_ordered or sent is None:
         return
     for recv in edges.recvs():
         other = end_of(recv)

@@ -9,18 +9,15 @@ thread while it waits for gradients that nobody sends. This worker cannot know e
 part: the peer to which it sent a tensor may have passed the result on. But the gradients of an edge
 come only from the worker to which that edge leads. So a Start that names other edges than those
 that lead to the coordinator, and what these depend on, waits without a thread for the first
-gradients of its pass: before they come a run could only wait, and without them the deadline ends
-the pass.
-
-They may be those of an edge that leads to the coordinator. It could name edges of others beside
-that, but what is behind their Sends does not run before gradients come from where they lead. To
-wait for these would be wrong: of two workers that have used each other's results, each would wait
-for the other.
+gradients of its pass: before they come a run could only wait. They may be those of an edge that
+leads to the coordinator, which could name edges of others beside it; but what is behind their Sends
+does not run before gradients come from where they lead. To wait for these would be wrong: of two
+workers that have used each other's results, each would wait for the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
@@ -33,7 +30,7 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.backward import engine_run
 from gradwire.autograd.backward.active_pass import ParticipantPass
-from gradwire.autograd.backward.pass_ending import PassEnding, check_coordinator, participated
+from gradwire.autograd.backward.pass_ending import PassEnding, check_coordinator
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
@@ -46,7 +43,7 @@ from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId
 from gradwire.torch_private import NOTHING, is_recording, recording, span, will_execute
-from gradwire.wire.message import Buffer, Message
+from gradwire.wire.message import Message
 
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
@@ -106,17 +103,18 @@ class Participant:
     def _begin(self, start: Start, payload: Payload, source: Source, deadline: float) -> bool:
         """Take part, now or later; True if later. See Note [Who may start a run here]."""
         coordinator = source.worker
-        found = self._passes.heard_of(start.pass_id, deadline, start.floor)
-        if found is None:  # the pass failed before its Start arrived
+        active = self._passes.heard_of(start.pass_id, deadline, start.floor)
+        if active is None:  # the pass failed before its Start arrived
             self._agent.noting.came_late(coordinator)
             return False
-        active = participated(found)
+        assert isinstance(active, ParticipantPass), "its id names another worker"
         try:
             self._agent.check_asker(source)
         except PeerLost:  # its loss may have been handled before the pass was added
             self._passes.over(active)
             raise
-        if not active.started.settle(None):  # its run would have an undo log that nobody ends
+        # The run of a second Start would have an undo log that nobody ends.
+        if not active.starts():
             raise BadMessage(f"{active.id} was begun twice")
         active.context = None if start.context is None else self._find(start.context, coordinator)
         self._ending.wait_while_in_doubt(active, deadline - self._agent.clock.now())
@@ -127,14 +125,13 @@ class Participant:
         run = partial(self._take_part_and_tell, active, start, sends)
         direct = [sent.lineage for sent in sends if sent.peer == coordinator]
         is_direct = len(direct) == len(sends) or not minus(active.mine, union(direct))
-        if is_direct or active.first_news.settled:
+        if is_direct or active.has_news():
             return run()
         attempt = partial(self._attempt, active.id, deadline, run)
-        active.first_news.on_settled(lambda _: self._agent.dispatch.service.submit(attempt))
+        active.on_news(partial(self._agent.dispatch.service.submit, attempt))
         return True
 
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
-        """The Sends to run from."""
         active.mine = of_worker(from_wire(start.edges), self._edges.me)
         sends = self._edges.sends_in(active.mine, self._agent.directory.name)
         if start.needed is not None:
@@ -166,10 +163,9 @@ class Participant:
         has_changed = active.undo_log.has_changed
         if not has_changed:
             self._passes.over(active)
+        last, payload = active.held or (None, ())
         done: Message = RunDone(active.id, has_changed)
-        payload: Sequence[Buffer] = ()
-        if active.held is not None:
-            last, payload = active.held
+        if last is not None:
             done = replace(last, last=True, has_changed=has_changed)
         deadline = active.deadline
         self._agent.tell(active.id.worker, done, payload, deadline=deadline, phase="backward")
@@ -184,7 +180,7 @@ class Participant:
     def _take_part(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> None:
         undo_log = UndoLog(self._locks, active.context)
         active.run_begins(undo_log)
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("run", active.id)
         try:
             with self._inside(start.context), NOTHING if is_recording() else recording():

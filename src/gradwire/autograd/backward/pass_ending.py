@@ -4,10 +4,9 @@ The coordinator says which (PassEnded). A participant that loses the coordinator
 until then it keeps the undo log of its run.
 
 A participant confirms that it has reverted a failed pass. The coordinator waits for that no longer
-than the deadline of the pass. Then the rollback goes on without it, and it begins no other pass
-with such a participant until that has confirmed, as another pass could add to gradients that are
-about to be reverted. A participant that is lost need not confirm: it reverts the pass by itself
-before it runs for that coordinator again.
+than the deadline of the pass. It then begins no other pass with such a participant until that has
+confirmed: it could add to gradients that are about to be reverted. A participant that is lost need
+not confirm: it reverts the pass by itself before it runs for that coordinator again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job
-from gradwire.autograd.backward.active_pass import AnyPass, ParticipantPass
+from gradwire.autograd.backward.active_pass import ParticipantPass
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.messages import HasEnded, PassEnded, QueryPass
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost, RemoteError
@@ -54,8 +53,7 @@ _ASK_AGAIN_SECONDS = 0.05
 class Rollback:
     """The rollback of one pass, on its coordinator, which begins when this is made.
 
-    It is among `unfinished` until all participants have confirmed. `broken` gets those whose
-    gradients are unknown since.
+    It is `unfinished` until all have confirmed. `broken` gets those whose gradients are unknown.
     """
 
     def __init__(
@@ -162,10 +160,10 @@ class PassEnding:
         self._agent.dispatch.service.submit(partial(self._agent.guarded, source, roll_back))
 
     def _keep(self, message: PassEnded) -> None:
-        found = self._passes.maybe(message.pass_id)
-        if found is None:
+        active = self._passes.maybe(message.pass_id)
+        if active is None:
             return
-        active = participated(found)
+        assert isinstance(active, ParticipantPass), "its id names another worker"
         if active.is_running():  # its undo log would end before all entries are in it
             raise BadMessage(f"{active.id} ended well before its run here was over")
         self._passes.over(active)
@@ -182,10 +180,10 @@ class PassEnding:
 
     def _undo(self, pass_id: PassId, failure: Failure) -> bool:
         # If it is not known it is added, as failed, so that a Start that comes later is ignored.
-        found = self._passes.heard_of(pass_id)
-        if found is None:
+        active = self._passes.heard_of(pass_id)
+        if active is None:
             return True
-        active = participated(found)
+        assert isinstance(active, ParticipantPass), "its id names another worker"
         active.fail(self._agent.revive(failure))
         is_over, undo_log = active.wait_for_run(_RUN_SECONDS), active.undo_log
         self._passes.over(active)
@@ -201,9 +199,9 @@ class PassEnding:
     def coordinator_lost(self, worker: WorkerId) -> Job:
         """A job that commits or rolls back the passes of a lost coordinator here.
 
-        A pass whose run is over here may have ended well, and the message was lost with the
-        connection. So the coordinator is asked; if nobody answers, nobody can rely on the pass, and
-        it is rolled back. Until the job is done no pass of the same coordinator begins here.
+        One whose run is over here may have ended well, and the message was lost. So the coordinator
+        is asked; if nobody answers, nobody can rely on the pass, and it is rolled back. Until the
+        job is done no pass of the same coordinator begins here.
         """
         begun = [one for one in self._passes.coordinated_by(worker) if one not in self._in_doubt]
         if not begun:  # or an earlier loss is being handled
@@ -252,8 +250,9 @@ class PassEnding:
 
         A new pass could add to leaves that one of them has changed.
         """
-        doubts = list(self._in_doubt.items())
-        for doubt in [doubt for other, doubt in doubts if other.id.worker == active.id.worker]:
+        for other, doubt in list(self._in_doubt.items()):
+            if other.id.worker != active.id.worker:
+                continue
             try:
                 doubt.wait(seconds)
             except TimeoutError:
@@ -267,12 +266,3 @@ def check_coordinator(pass_id: PassId, source: WorkerId) -> None:
     """BadMessage if a pass is begun or ended by another worker than its coordinator."""
     if pass_id.worker != source:
         raise BadMessage(f"w{source} sent a message for {pass_id} but is not its coordinator")
-
-
-def participated(active: AnyPass) -> ParticipantPass:
-    """The pass, which began elsewhere: `check_coordinator` has compared its id with the sender."""
-    if not isinstance(active, ParticipantPass):
-        raise BadMessage(
-            f"{active.id} is coordinated by this worker, so no peer may start or end it"
-        )
-    return active

@@ -4,14 +4,11 @@ Rules of this file:
   1. Pure: no torch, no threads, no clock, and of gradients only the ids of their edges.
   2. Every edge is settled exactly once per pass and collected exactly once by the Send that waits
      for it. What is settled may be early (before the pass is known here), never twice.
-  3. A pass ends once: done when every worker asked is done, failed with the first error.
-  4. A worker that has changed no leaf has nothing to keep or to roll back: for it a pass is over
-     with its run.
+  3. A pass is done when every worker asked is done. One that has changed no leaf has nothing to
+     keep or to roll back: for it a pass is over with its run.
 
-A *run* is one execution of torch's engine over this worker's Sends of the pass; it waits at each
-Send until that edge is settled.
-
-The sets without an underscore are read directly by `ActivePass`: a method call costs more.
+A *run* is one execution of torch's engine over this worker's Sends of the pass. The sets without an
+underscore are read directly by `ActivePass`: a method call costs more.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ class PassState:
         self.to_collect: set[EdgeId] = set()
         """the settled edges whose Send has not run; none may remain after a run"""
         self._sends = self._recvs_left = 0
-        self.failed = False
 
     def edge_settled(self, edge: EdgeId) -> None:
         """The gradients of an edge have arrived."""
@@ -82,8 +78,3 @@ class PassState:
         coordinator they ask how the pass ended, and while it runs the answer is: not well.
         """
         return worker in self.waiting_for or worker in self.changed or worker == self.id.worker
-
-    def pass_failed(self) -> bool:
-        """An error ends the pass; True for the first one, which is kept."""
-        first, self.failed = not self.failed, True
-        return first

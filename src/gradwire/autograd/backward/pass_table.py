@@ -4,10 +4,10 @@ Note [Which pass a node runs for]: passes may follow each other, run at once fro
 or nest. The number of the current engine run tells them apart. A native backward is entered here by
 the first crossing it meets, a run that gradwire starts by its first node (engine_run.py).
 
-Note [Passes that are over]: a message of a pass may arrive after the pass has ended here, and must
-not begin it anew. A coordinator numbers its passes, and says with each Start which is the oldest
-that is not over: of those before it nothing is heard any more. So what is remembered of each
-coordinator is that number, and the few that have ended above it.
+Note [Passes that are over]: a message may arrive after its pass has ended here, and must not begin
+it anew. A coordinator numbers its passes, and says with each Start which is the oldest that is not
+over: of those before it nothing is heard any more. So what is remembered of each coordinator is
+that number, and the few that have ended above it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PassTable:
             self._mine[n] = None
         try:
             id = PassId(self._directory.me.id, n)
-            active = CoordinatedPass(id, context, deadline, now, self._edges, edges)
-            active.run = run
+            active = CoordinatedPass(id, deadline, now, self._edges, edges)
+            active.context, active.run = context, run
             self._by_id[id] = self._by_run[run] = active
         except BaseException:  # an interrupt, or one in a finalizer
             self._mine.pop(n, None)
@@ -145,8 +145,8 @@ class PassTable:
                 self._mine.pop(id.n, None)
             elif not self._is_over(id):
                 self._ended.setdefault(id.worker, set()).add(id.n)
-        self._edges.pass_over()
-        if active.drop_inbox():
+        self._edges.latest_depth = 0  # what is sent from now on is for the next pass
+        if active.inbox and active.drop_inbox():
             self._timer.need(self._clock.now())  # their senders are told
 
     def coordinated_by(self, worker: WorkerId) -> list[ParticipantPass]:
@@ -170,7 +170,7 @@ class PassTable:
         for active in self.all():
             if active.deadline <= now:
                 active.expire(self._directory)
-                if isinstance(active, ParticipantPass) and not active.started.settled:
+                if isinstance(active, ParticipantPass) and not active.is_started:
                     self.over(active)  # its coordinator cannot reach us: nobody else ends it
             else:
                 waiting.append(active.deadline)

@@ -1,7 +1,7 @@
 """The contexts that one worker knows: those it has opened, and those of its peers' calls.
 
-Edges belong to the world (edges.py). A context adds a map of gradients for `backward(context, …)`,
-and an end, which releases the edges that were made in it whether or not their tensors are alive.
+A context has a map of gradients for `backward(context, …)`, and an end, which releases the edges
+that were made in it whether or not their tensors are alive.
 
 Only the opener of a context closes it, and tells every worker that knows it: those it has called in
 it, and those that have heard of it from somebody else, which ask the opener to be told. A worker
@@ -75,10 +75,12 @@ class Context:
         """Forget edges that are over, if there may be many: some contexts stay open for hours."""
         if len(self.sent) + len(self.received) < self._prune_at:
             return
-        for n in [n for n in tuple(self.sent) if n not in edges.sent]:
-            self.sent.pop(n, None)
-        for edge in [edge for edge in tuple(self.received) if edge not in edges.received]:
-            self.received.pop(edge, None)
+        for n in tuple(self.sent):
+            if n not in edges.sent:
+                self.sent.pop(n, None)
+        for edge in tuple(self.received):
+            if edge not in edges.received:
+                self.received.pop(edge, None)
         self._prune_at = _FEW_EDGES + 2 * (len(self.sent) + len(self.received))
 
     def __str__(self) -> str:
@@ -102,8 +104,11 @@ class Contexts:
         self._first = self.opened = first
         """the number of the next one that is opened here"""
         self._open: dict[ContextId, Context] = {}
+        self.maybe = self._open.get
+        """the context, if it is open here"""
         self._closed: dict[ContextId, str | None] = {}
-        """of others, with the worker whose loss has closed it, if it was that"""
+        self.lost_with = self._closed.get
+        """the worker whose loss has closed a context of others, if it was that"""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -115,10 +120,6 @@ class Contexts:
             self.opened = n + 1  # at once: a finalizer may open one while ours is made
             return self._made(context_id(self._me, n))
 
-    def maybe(self, id: ContextId) -> Context | None:
-        """The context, if it is open here."""
-        return self._open.get(id)
-
     def heard_of(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
         """A peer works in this context: the one we know, or a new one; None if it was closed.
 
@@ -129,13 +130,14 @@ class Contexts:
         context = self._open.get(id)
         if context is not None:
             return context
+        opener = opener_of(id)
         with self._lock:
-            if id in self._closed or opener_of(id) == self._me:
+            if id in self._closed or opener == self._me:
                 return self._open.get(id)
             if id not in self._open:
                 self._check_young(id)
             context = self._open.get(id) or self._made(id, source)
-        if source is not None and source != opener_of(id):
+        if source is not None and source != opener:
             self._register(id)
         return context
 
@@ -167,14 +169,10 @@ class Contexts:
             self._quota.give_back(context.source)
         return context
 
-    def lost_with(self, id: ContextId) -> str | None:
-        """The worker whose loss has closed it here, if it was that."""
-        return self._closed.get(id)
-
     def is_over(self, id: ContextId) -> bool:
         """Whether it was here, or would have been, and is no more."""
-        was_opened_here = opener_of(id) == self._me and self._first <= count_of(id) < self.opened
-        return id in self._closed or (was_opened_here and id not in self._open)
+        was_opened = opener_of(id) == self._me and self._first <= count_of(id) < self.opened
+        return id in self._closed or (was_opened and id not in self._open)
 
     def all(self) -> list[ContextId]:
         """Every open one."""
@@ -218,9 +216,7 @@ class Forgetting:
             return
         except GradwireError:
             self._agent.events.emit("unforgotten", spoken_context(context))
-            if tried < _TIMES:
-                again = partial(self.tell, worker, context, tried + 1)
-                self._resender.keep(again, _FIRST_AGAIN_SECONDS * 2**tried)
+            self._try_again(partial(self.tell, worker, context, tried + 1), tried)
 
     def ask(self, context: ContextId, tried: int = 0) -> None:
         """Ask its opener to tell when a context is closed; close it here if it is closed there."""
@@ -243,8 +239,7 @@ class Forgetting:
     def _heard(self, context: ContextId, tried: int, outcome: Outcome) -> None:
         """Who does not answer in time is asked again; without an opener there is no context."""
         if isinstance(outcome, DeadlinePassed) and tried < _TIMES:
-            again = partial(self.ask, context, tried + 1)
-            self._resender.keep(again, _FIRST_AGAIN_SECONDS * 2**tried)
+            self._try_again(partial(self.ask, context, tried + 1), tried)
             return
         said = outcome.message if isinstance(outcome, Answer) else None
         if not isinstance(said, Attended) or not said.is_open:
@@ -268,6 +263,10 @@ class Forgetting:
         is_open = context is not None or count_of(message.context) >= self._contexts.opened
         limit = self._agent.clock.now() + _SECONDS
         self._agent.answer(source, Attended(is_open), deadline=limit)
+
+    def _try_again(self, act: Callable[[], None], tried: int) -> None:
+        if tried < _TIMES:
+            self._resender.keep(act, _FIRST_AGAIN_SECONDS * 2**tried)
 
     def _send_again(self, due: list[Callable[[], None]]) -> None:
         for act in due:

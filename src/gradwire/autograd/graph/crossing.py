@@ -22,7 +22,8 @@ cannot see.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -68,6 +69,8 @@ if TYPE_CHECKING:
 
 with torch.inference_mode(False):
     _NOTHING = torch.zeros((), device="cpu")  # the value of every token, which nothing reads
+_JOINS_KEPT = 32
+"""How many of the latest Joins a new link may build on: one per recurrent state in use."""
 
 
 class EdgeEnd(msgspec.Struct, frozen=True):
@@ -92,10 +95,8 @@ class EdgeEnd(msgspec.Struct, frozen=True):
         return engine
 
 
-def end_of(node: Node) -> EdgeEnd:
-    """The end of a Recv or a Send."""
-    end: EdgeEnd = node.end  # type: ignore[attr-defined]  # set in `forward`
-    return end
+end_of: Callable[[Node], EdgeEnd] = attrgetter("end")
+"""The end of a Recv or a Send, which `forward` has set."""
 
 
 def anchor_of(recv: Node) -> Node:
@@ -118,8 +119,7 @@ class Send(Function):
     @staticmethod
     def backward(node: Any, *_: Any) -> Any:  # noqa: ANN401
         """Wait for the gradients."""
-        end: EdgeEnd = node.end
-        return None, *end.engine().wait_for_gradients(end)
+        return None, *node.end.engine().wait_for_gradients(node.end)
 
 
 class Recv(Function):
@@ -137,8 +137,7 @@ class Recv(Function):
     @staticmethod
     def backward(node: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ANN401
         """Send them. A link carries no gradient, only the order."""
-        end: EdgeEnd = node.end
-        end.engine().send_gradients(node, end, list(gradients))
+        node.end.engine().send_gradients(node, node.end, gradients)
         return node.nothing
 
 
@@ -181,16 +180,18 @@ def leave(
     if not is_recording():
         with recording():
             return leave(edges, engine, context, peer, places, tensors, made)
-    leaving = [tensors[place] for place in places]
+    leaving, held, size = [tensors[place] for place in places], [], 0
+    for tensor in leaving:
+        size += tensor.numel() * tensor.itemsize
+        if tensor.is_leaf:
+            held.append(with_accumulator(tensor))
     edge = edges.next_edge()
-    held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
     token = _send(EdgeEnd(engine, context, edge, peer), *leaving)
     del held
     node = token.grad_fn
     origin = origin_behind(node)
     lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
     set_sequence_number(node, depth)
-    size = sum([tensor.numel() * tensor.itemsize for tensor in leaving])
     edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, made, size)
     return Crossing(edge, depth, to_wire(lineage), places)
 
@@ -248,7 +249,7 @@ def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
         return tokens
     joined = Join(mine, depth, _join(*tokens))
     lift(node_of(joined.token), depth)
-    edges.keep_join(joined)
+    edges.joins = [*edges.joins[1 - _JOINS_KEPT :], joined]
     return [joined.token]
 
 

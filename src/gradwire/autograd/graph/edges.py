@@ -1,8 +1,5 @@
 """The edges of one worker, each of which lives exactly as long as its Recv.
 
-    sent       by number; holds the token of the Send, and with it the graph behind the Send
-    received   by edge; holds only a weak reference to the Recv
-
 When a Recv dies, its edge is queued here until its sender has been told (release.py), which drops
 the token, and so on upstream (docs/concepts/graph.md). So the edges behind a Recv that is alive are
 all there: what arrives never names a released edge, and a Start never misses a Send, unless a peer
@@ -42,8 +39,6 @@ if TYPE_CHECKING:
     from gradwire.autograd.graph.crossing import EdgeEnd
 
 _LOST_REMEMBERED = 1 << 12
-_JOINS_KEPT = 32
-"""How many of the latest Joins a new link may build on: one per recurrent state in use."""
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -124,6 +119,7 @@ class Edges:
         self.me, self.lock = me, lock
         """the lock is the worker's; see Note [Edges are not locked]"""
         self.sent: dict[int, Sent] = {}
+        """by number; holds the token of the Send, and with it the graph behind the Send"""
         self.received: dict[EdgeId, RecvRef] = {}
         self.joins: list[Join] = []
         self.lost_to: dict[int, WorkerId] = {}
@@ -132,7 +128,8 @@ class Edges:
         self.queued: dict[WorkerId, dict[int, None]] = {}
         """by sender, the edges of which it does not know yet that they are over"""
         self._first = self._next = first
-        self._latest_depth = 0
+        self.latest_depth = 0
+        """of the edges sent since the last pass"""
         self._quota = PeerLimit("edges", most)
         self._counting = threading.RLock()
         _open[self] = None
@@ -145,7 +142,7 @@ class Edges:
         return EdgeId(self.me, n)
 
     def has_sent(self, n: int) -> bool:
-        """Whether this incarnation has made an edge of this number."""
+        """Whether an edge of this number was made, by this incarnation."""
         return self._first <= n < self._next
 
     def sends_in(self, mine: Lineage, name: Callable[[WorkerId], str]) -> list[Sent]:
@@ -169,16 +166,8 @@ class Edges:
 
         Deeper than those sent since the last pass, too: see Note [The order of waiting], walk.py.
         """
-        depth = self._latest_depth = max(min(self._latest_depth, ROOM // 2), below) + 1
+        depth = self.latest_depth = max(min(self.latest_depth, ROOM // 2), below) + 1
         return depth
-
-    def pass_over(self) -> None:
-        """A pass has ended here: what is sent from now on is for the next, and begins anew."""
-        self._latest_depth = 0
-
-    def keep_join(self, join: Join) -> None:
-        """Let later links build on it."""
-        self.joins = [*self.joins[1 - _JOINS_KEPT :], join]
 
     def arrived(self, end: EdgeEnd, node: Node) -> None:
         """A Recv was made. Its end, in any thread, only appends to a queue.
@@ -198,7 +187,7 @@ class Edges:
         """
         for edge in edges:
             if edge.worker == sender and edge not in self.received:
-                self._add_to_release(edge)
+                self.queued.setdefault(sender, {})[edge.n] = None
 
     def recvs(self) -> list[Node]:
         """Every Recv that is alive, but for those that a finalizer has brought back to life."""
@@ -234,10 +223,7 @@ class Edges:
             except IndexError:  # another thread has taken it
                 return
             if self._forget(edge):
-                self._add_to_release(edge)
-
-    def _add_to_release(self, edge: EdgeId) -> None:
-        self.queued.setdefault(edge.worker, {})[edge.n] = None
+                self.queued.setdefault(edge.worker, {})[edge.n] = None
 
     def _forget(self, edge: EdgeId) -> bool:
         if self.received.pop(edge, None) is None:
@@ -248,8 +234,8 @@ class Edges:
     def release(self, numbers: Iterable[int], by: WorkerId) -> list[object]:
         """The receiver holds these no more: what to drop, with no lock held, as graphs die there.
 
-        An edge that is not there was withdrawn, or released before, or is of an earlier incarnation
-        of this worker. BadMessage, and nothing is released, if one leads elsewhere.
+        An edge that is not there was withdrawn, or released before, or by an earlier incarnation.
+        BadMessage, and nothing is released, if one leads elsewhere.
         """
         found = []
         for n in numbers:
@@ -260,7 +246,7 @@ class Edges:
                 found.append(sent)
             elif n >= self._next:
                 raise BadMessage(f"w{by} releases edge {n}, which never left here")
-        return self._dropped(found)
+        return self._dropped(found) if found else []
 
     def withdraw(self, edges: Iterable[EdgeId]) -> None:
         """The message of these edges never left."""
@@ -274,7 +260,7 @@ class Edges:
         """
         for edge in received:
             if self._forget(edge):
-                self._add_to_release(edge)
+                self.queued.setdefault(edge.worker, {})[edge.n] = None
         return self._dropped([self.sent[n] for n in sent if n in self.sent])
 
     def peer_lost(self, peer: WorkerId) -> list[object]:
@@ -301,6 +287,6 @@ class Edges:
             dropped += [join for join in self.joins if meets(join.edges, edges)]
             self.joins = [join for join in self.joins if not meets(join.edges, edges)]
         if not self.sent:
-            self._latest_depth = 0
+            self.latest_depth = 0
             self.joins = []  # two threads at once may have put back one that was dropped
         return dropped

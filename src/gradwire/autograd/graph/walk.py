@@ -3,12 +3,12 @@
 Note [The order of waiting]
 
 A Send waits in its backward, on the thread that executes the engine run, so its place in the
-engine's queue matters. Each edge has a depth that is greater than the depth of every edge it
-depends on (`Edges.next_depth`). The depth of a node is that of the deepest edge it depends on,
-and never changes; the depth of a Send is that of its edge. torch's engine runs ready nodes by
-sequence number, highest first. The sequence number of a Send is set to its depth; that of every
-other node of an engine run that contains a Send or Recv is greater than its depth. Then workers do
-not deadlock:
+engine's queue matters. Each edge has a depth, greater than that of every edge it depends on
+(`Edges.next_depth`). The depth of a node is that of the deepest edge it depends on, and never
+changes; the depth of a Send is that of its edge. torch's engine runs ready nodes by sequence
+number, highest first. The sequence number of a Send is set to its depth; that of every other node
+of an engine run that contains a Send or Recv is greater than its depth. Then workers do not
+deadlock:
 
  1. A run executes on one thread, from one queue, which gives the ready node with the greatest
     number (std::priority_queue in torch's ReadyQueue; nodes of a reentrant (nested) backward come
@@ -23,13 +23,12 @@ not deadlock:
  3. Passes do not wait for each other: each has a run of its own on every worker, and a run inside
     another waits for what belongs to its own pass.
 
-Two things make (1) true. Numbers are right before a run begins: those of the nodes behind a Send
-are set when the Send is made, by a walk to the Recvs (`origin_of`), and those of the nodes between
-the roots of a run and the first Recvs when the run begins (`engine_run.number_nodes`). It does not
-matter which threads made the nodes. And numbers do not change while their nodes are in the queue,
-which would corrupt std::priority_queue: a number is changed at most once, to one more than the
-depth, by the first walk; another walk finds it greater than the depth and leaves it. What failed
-runs leave in a queue is dropped.
+Two things make (1) true, whichever threads made the nodes. Numbers are right before a run begins:
+those of the nodes behind a Send are set when the Send is made, by a walk to the Recvs
+(`origin_of`), and those between the roots of a run and the first Recvs when the run begins
+(`engine_run.number_nodes`). And numbers do not change while their nodes are in the queue, which
+would corrupt std::priority_queue: a number is changed at most once, to one more than the depth, by
+the first walk. What failed runs leave in a queue is dropped.
 
 Only a run that C++ code begins is not prepared. Its numbers are right where all of its nodes were
 made by threads that entered a context or received what they used, see below. Where they are not,
@@ -41,8 +40,7 @@ its worker sent before it since the last pass, up to depth ROOM/2. So all pipeli
 micro-batches in the same order, last first, and none blocks on a gradient that has not arrived
 while another is available. torch counts sequence numbers per thread, from 0. A thread that enters a
 context advances its counter past ROOM, and one that receives past the depth it received: so most
-nodes keep the numbers that torch gave them, and run in the order that they would have in one
-process.
+nodes keep torch's numbers, and run in the order that they would have in one process.
 """
 
 from __future__ import annotations
@@ -78,8 +76,8 @@ FROM_HERE = Origin(NOTHING, 0)
 def origin_of(nodes: Iterable[Node | None]) -> Origin:
     """What these depend on; raises sequence numbers above the depth. hot: for each new node
 
-    Each node is visited once: its next functions never change, so neither does its origin. Two
-    threads that walk over one node find the same, so there is no lock.
+    Each node is visited once: its origin never changes. Two threads that walk over one node find
+    the same, so there is no lock.
     """
     return _together([_memo(n).get(_KEY) or _visit(n) for n in nodes if n is not None])
 
@@ -157,7 +155,7 @@ def lift_this_thread(depth: int) -> None:
         return
     with recording():
         seed = torch.zeros((), requires_grad=True)
-        while (number := sequence_number(node_of(seed.view(())))) < depth:
+        while (number := sequence_number(seed.view(()).grad_fn)) < depth:  # type: ignore[arg-type]
             pass
     _thread.above = number  # a thread's count never goes back
 

@@ -26,9 +26,9 @@ _LEAF_SECONDS = 60.0
 class Leaf:
     """One leaf that a run has met.
 
-    `lock` is held while a node adds to the leaf, hooks included, and while an addition is reverted.
-    The other fields are read and written with the lock held, with one exception: entries of passes
-    that ended well are removed from `unfinished` without it, by one operation on a list.
+    `lock` is held while a node adds to the leaf, hooks included, and while an addition is reverted,
+    and to read or write the other fields. But entries of passes that ended well are removed from
+    `unfinished` without it, by one operation on a list.
     """
 
     __slots__ = ("lock", "parked", "tensor", "unfinished")
@@ -52,8 +52,7 @@ class Leaf:
                 hint="a hook on a leaf must not wait for a pass that needs the same leaf",
             )
 
-    def __enter__(self) -> None:
-        self.wait()
+    __enter__ = wait
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()

@@ -2,20 +2,19 @@
 
 The methods `before` and `after` are the hooks around the node that adds to the leaf.
 
-Note [Leaves of a backward inside a run]: a Function may run a backward of its own inside a run of
-gradwire (a checkpoint, a reversible block) and read, right afterwards, the gradients of leaves that
-it made for that backward. So what such a backward adds on its way to the map stays in `.grad` at
-first: it is *parked*. It is moved to the map when a run next opens the leaf, or when the run around
-is over. By then a leaf that the Function made for itself is dead, and nothing is moved: an entry
-holds its leaf and the gradient there only weakly.
+Note [Leaves of a backward inside a run]: a Function may run a backward of its own (a checkpoint, a
+reversible block) and read, right afterwards, the gradients of leaves that it made for it. So what
+such a backward adds on its way to the map stays in `.grad` at first: it is *parked*. It is moved to
+the map when a run next opens the leaf, or when the run around is over. By then a leaf that the
+Function made for itself is dead: an entry holds its leaf and the gradient there only weakly.
 
 Note [Passes that meet at a leaf]: when a pass fails, others may have added to the same leaf since.
-Then what was there before the pass is put back, and what the others added is added again, in the
-order in which they did: bit by bit what would be there without the failed pass. A run that has an
-undo log tells what it adds to the entries of all unfinished passes. A plain backward, which has
-none, is seen by hooks, which stay until the pass is over. Where a sum cannot be made again (a hook
-has changed it, the program has used it up or written to it, it has a graph), the gradient stays as
-it is, and the coordinator of the failed pass is told.
+Then what was there before the pass is put back, and what the others added is added again, in their
+order: bit by bit what would be there without the failed pass. A run that has an undo log tells the
+entries of all unfinished passes what it adds. A plain backward, which has none, is seen by hooks,
+which stay until the pass is over. Where a sum cannot be made again (a hook has changed it, the
+program has used it up or written to it, it has a graph), the gradient stays as it is, and the
+coordinator of the failed pass is told.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.autograd.graph.walk import node_of
 from gradwire.autograd.undo.leaf import (
@@ -55,6 +55,7 @@ class LeafEntry:
     _is_shared = _is_spoilt = False
     """whether others have added since; whether a sum cannot be made again"""
     _node: Node | None = None
+    _handles: tuple[RemovableHandle, ...] = ()
     _old: Gradient = None
     """what was there before the run, its version then, and a copy of it"""
     _old_version = _version = 0
@@ -81,10 +82,9 @@ class LeafEntry:
 
     def unwatch(self) -> None:
         """Remove the hooks."""
-        if self._node is not None:
-            self._node = None
-            for handle in self._handles:
-                handle.remove()
+        handles, self._handles, self._node = self._handles, (), None
+        for handle in handles:
+            handle.remove()
 
     def before(self, gradients: Any) -> Any:  # noqa: ANN401
         """The engine is about to add to this leaf. Returns the gradient to add instead, or None.
@@ -125,10 +125,7 @@ class LeafEntry:
     # -- while the run adds to the leaf
 
     def open(self) -> None:
-        """Put the gradient of the run into `.grad`, where the run looks.
-
-        The first time what is there is remembered. The leaf is opened again for callbacks.
-        """
+        """Put the gradient of the run into `.grad`, and the first time remember what is there."""
         record, into = self._record, self.undo_log.into
         leaf = record.tensor()
         assert leaf is not None, "its node holds it"
@@ -151,9 +148,9 @@ class LeafEntry:
             version = now._version
             if is_first or len(record.unfinished) > 1:
                 value = now.detach().clone()
+        self._begun = now, version, value
         if is_first:
             self._old_version, self._value = version, value
-        self._begun = now, version, value
 
     def close(self) -> None:
         """Remember the gradient after the run, and put the leaf's own `.grad` back."""
@@ -194,11 +191,10 @@ class LeafEntry:
         record.wait()
         parked = record.parked
         is_parked = parked is not None and parked.undo_log.outermost is undo_log.outermost
-        if is_parked or undo_log.is_open_around(self.leaf):
-            self.is_open = self._is_guest = True
-            return True
-        record.lock.release()
-        return False
+        self.is_open = self._is_guest = is_parked or undo_log.is_open_around(self.leaf)
+        if not self.is_open:
+            record.lock.release()
+        return self.is_open
 
     def watch_again(self) -> bool:
         """The run around is over too: see what others add from now on. False for a dead leaf."""
@@ -211,20 +207,17 @@ class LeafEntry:
             self.watch(view.next_functions[0][0])  # type: ignore[arg-type]
         return True
 
-    def settle(self) -> None:
+    def move(self) -> None:
         """Move what is parked to the map, unless another run has."""
         with self._record:
-            if self._record.parked is self:
-                self.move()
-
-    def move(self) -> None:
-        """With the lock held: move what is parked to the map."""
-        self._record.parked = None
-        leaf, into = self.leaf, self.undo_log.into
-        if leaf is not None and into is not None:
-            new = leaf.grad
-            self._to_map(leaf, new, into)
-            self._set_new(new)
+            leaf, into = self.leaf, self.undo_log.into
+            if self._record.parked is not self:
+                return
+            self._record.parked = None
+            if leaf is not None and into is not None:
+                new = leaf.grad
+                self._to_map(leaf, new, into)
+                self._set_new(new)
 
     def _set_new(self, new: Gradient) -> None:
         if new is None:
@@ -318,10 +311,10 @@ class LeafEntry:
 
     def _restored(self) -> Gradient:
         """What was there before the run, as the same tensor."""
-        old = self._old
-        touched = version_of(old) != self._old_version  # a hook may have replaced it since
-        if old is not None and self._value is not None and touched:
-            old.copy_(self._value)
+        old, value = self._old, self._value
+        # Unless it was not touched: a hook may have replaced it since.
+        if old is not None and value is not None and old._version != self._old_version:
+            old.copy_(value)
         return old
 
     def _replayed(self, now: Gradient) -> Gradient:

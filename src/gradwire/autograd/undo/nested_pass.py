@@ -1,9 +1,9 @@
 """Passes that have ended inside another backward: their outcome depends on that backward.
 
-A Function may run a backward of its own, and that may cross. Its pass ends while the backward
-around it, the outer one, goes on and may still fail; then the changes of the pass on other workers
-must be reverted too. So those workers hear how the pass ended only when the outer one has ended: by
-its undo log, or if it is one of torch's own by a callback at the end of the run (`EndOfRun`).
+A Function may run a backward of its own, and that may cross. Its pass ends while the outer backward
+goes on and may still fail; then the changes of the pass on other workers must be reverted too. So
+those workers hear how the pass ended only when the outer one has ended: by its undo log, or if it
+is one of torch's own by a callback at the end of the run (`EndOfRun`).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Outcomes:
 class EndOfRun:
     """Calls `succeeded` at the end of the current run, before `backward()` returns, or `failed`.
 
-    If the run fails, the engine drops its callbacks without calling them, and that is the only sign
-    of the failure. So `__del__` calls `failed`, which sends and waits, on purpose: the engine drops
-    callbacks on the thread of the backward, before that raises. When the user sees the error, the
+    If the run fails, the engine drops its callbacks without calling them: the only sign of the
+    failure. So `__del__` calls `failed`, which sends and waits, on purpose: the engine drops them
+    on the thread of the backward, before that raises. When the user sees the error, the
     participants have reverted the pass.
     """
 
@@ -90,29 +90,27 @@ class EndOfRun:
 
 
 @final
-class _InsideStack(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[list[Nested]] = []
+class _Innermost(threading.local):
+    ended: list[Nested] | None = None
 
 
-_thread = _InsideStack()
+_thread = _Innermost()
 
 
 def inside_now() -> list[Nested] | None:
     """The passes that ended in the innermost nested backward of torch's own; None without one."""
-    stack = _thread.stack
-    return stack[-1] if stack else None
+    return _thread.ended
 
 
 @contextmanager
 def inside() -> Iterator[None]:
     """Around a backward inside another one: the outer one decides the passes that end in it."""
     ended: list[Nested] = []
-    _thread.stack.append(ended)
+    outer, _thread.ended = _thread.ended, ended
     try:
         yield
     finally:
-        _thread.stack.pop()
+        _thread.ended = outer
         for nested in ended:
             EndOfRun(partial(_outer_succeeded, nested), nested.give_up)
 

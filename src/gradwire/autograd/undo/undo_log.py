@@ -1,26 +1,27 @@
 """The undo log of one engine run: what it adds to leaves, and how to revert that.
 
 Torch's own AccumulateGrad nodes run, with every hook on them: leaf hooks, post-accumulate hooks and
-those of DDP. A run adds to `.grad`, or to the map of a context from leaf to gradient. For the time
-of one run gradwire puts two more hooks around each of those nodes:
+those of DDP. A run adds to `.grad`, or to the map of a context from leaf to gradient. For one run
+gradwire puts two more hooks around each of those nodes:
 
     to .grad     before: remember what was there, to put it back if the pass fails
     to the map   before: put what the context has so far in the place of `.grad`
                  after: move the sum to the map, and put `.grad` back
 
 So hooks see the gradient of the context where they look for it. A leaf is *open* while its `.grad`
-holds the sum of the context. All leaves of the run are opened again while the engine's final
-callbacks run, because DDP's reducer writes its averages there. A leaf is locked while it is open,
-as runs of several contexts may meet on it; a plain local backward does not take that lock.
+holds the sum of the context. It is locked while it is open, as runs of several contexts may meet on
+it; a plain local backward does not take that lock.
 
-A backward that a Function runs inside a run has an undo log of its own, whose entries become part
-of the outer one (backward/engine_run.py).
+Note [Callbacks at the end of a run]: what hooks leave to the end of a run may look at leaves, as
+DDP's reducer, which writes its averages there. So all leaves of the run are opened again before the
+first such callback. Those of Python code are seen when they are queued; those of DDP, which is C++,
+are expected wherever torch.distributed is initialized.
 
 Note [A pass ends once]: three threads may learn that a pass has ended here: the one that ran it,
 the one that reads the coordinator's message, and the one that notices that the coordinator is lost.
-The first to settle `_token` ends the log: it keeps all changes, or reverts all of them in reverse
-order. Another that wants to revert waits until that is over, because it then says that the revert
-is done. It is no lock, so that `keep`, which runs on a thread that reads a channel, never waits.
+The first, by `_ends`, ends the log: it keeps all changes, or reverts all of them in reverse order.
+Another that wants to revert waits until that is over, because it then says that the revert is done.
+It is no lock, so that `keep`, which runs on a thread that reads a channel, never waits.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
 from typing import final
 
 import torch
@@ -37,7 +40,7 @@ from gradwire.autograd.graph.context import Context
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.leaf_entry import LeafEntry
 from gradwire.autograd.undo.nested_pass import Nested
-from gradwire.torch_private import NO_RUN, Node, current_run
+from gradwire.torch_private import NO_RUN, Node, current_run, when_run_ends
 
 _log = logging.getLogger("gradwire")
 _UNDO_SECONDS = 60.0
@@ -53,36 +56,35 @@ def undo_log_of_run() -> UndoLog | None:
 
 @final
 class UndoLog:
-    """The changes of one run: to the map of `context`, or without one to `.grad` itself.
+    """The changes of one run: to the map of `context`, or without one to `.grad` itself."""
 
-    `outer` is the undo log of the run around it, for a backward that a Function runs.
-    """
+    run = NO_RUN
+    inner = _stuck = 0
+    """how many entries belong to backwards inside the run; how many could not be reverted"""
+    _is_reopened = False
 
     def __init__(
         self, locks: LeafLocks, context: Context | None, outer: UndoLog | None = None
     ) -> None:
-        self._locks = locks
-        self.context, self.outer = context, outer
+        self._locks, self.context = locks, context
         self.into = None if context is None else context.gradients
+        self.outer = outer
+        """the undo log of the run around it, for a backward that a Function runs"""
         self.outermost: UndoLog = self if outer is None else outer.outermost
         self.entries: list[LeafEntry] = []
         """of the leaves that the run has touched, in order"""
-        self.inner = 0
-        """how many of them belong to backwards inside the run"""
         self.nested: list[Nested] = []
         """the passes that have ended well in backwards inside the run"""
         self.parked: list[LeafEntry] = []
         """See Note [Leaves of a backward inside a run], leaf_entry.py"""
         self.given: dict[int, weakref.ref[torch.Tensor]] = {}
         """the gradients that were added to new leaves, by identity"""
-        self.run = NO_RUN
-        self._stuck = 0
-        """how many gradients could not be reverted"""
-        self._token: Promise[None] = Promise()
+        self._ends = count()
+        """counted in one step: the first thread that ends the log gets 0"""
         self._over: Promise[None] = Promise()
 
     def inside(self) -> UndoLog:
-        """The undo log of a backward inside this run."""
+        """The undo log of a backward that a Function runs inside this run."""
         return UndoLog(self._locks, self.context, self)
 
     def enter(self) -> None:
@@ -118,7 +120,7 @@ class UndoLog:
             self.outer.nested += self.nested
         elif self.inner:  # the entries of the backwards inside are from now on like its own
             for entry in self.parked:
-                entry.settle()
+                entry.move()
             self.parked.clear()
             self.entries = [e for e in self.entries if e.undo_log is self or e.watch_again()]
 
@@ -134,8 +136,13 @@ class UndoLog:
         """Whether a run has no undo log, so that nothing tells what it adds."""
         return run not in _by_run
 
-    def reopen(self, others: Iterable[torch.Tensor]) -> None:
-        """Open all leaves of the run, and `others`, for the callbacks at its end."""
+    def reopen_at_end(self, others: Iterable[torch.Tensor] = ()) -> None:
+        """Open all leaves of the run, and `others`, before callbacks that are queued after this."""
+        if not self._is_reopened and self.outer is None:
+            self._is_reopened = True
+            when_run_ends(partial(self._reopen, others))
+
+    def _reopen(self, others: Iterable[torch.Tensor]) -> None:
         # By ascending id, the same order in all runs: here a run holds more than one lock.
         own = [entry for entry in self.entries if entry.undo_log is self]
         entries = {id(entry.leaf): entry for entry in own}
@@ -152,7 +159,7 @@ class UndoLog:
 
     def keep(self, submit: Callable[[Callable[[], None]], object] = lambda act: act()) -> None:
         """The pass has ended well. `submit` runs what sends, if this thread must not send."""
-        if not self._token.settle(None):
+        if next(self._ends):
             return
         try:
             for entry in self.entries:
@@ -169,16 +176,15 @@ class UndoLog:
 
         If another thread does that already, wait for it; False if it takes longer than `seconds`.
         """
-        if not self._token.settle(None):
+        if not next(self._ends):
             try:
-                self._over.wait(seconds)
-            except TimeoutError:
-                return False
-            return True
+                self._revert()
+            finally:
+                self._over.settle(None)
         try:
-            self._revert()
-        finally:
-            self._over.settle(None)
+            self._over.wait(seconds)
+        except TimeoutError:
+            return False
         return True
 
     def _revert(self) -> None:
@@ -198,5 +204,5 @@ class UndoLog:
         stuck = self._stuck + len(self.entries)  # an interrupt may have left some
         if not stuck:
             return ""
-        count = "a gradient stays" if stuck == 1 else f"{stuck} gradients stay"
-        return f"{count} as it is on {me}: what the pass had added was used or changed since"
+        what = "a gradient stays" if stuck == 1 else f"{stuck} gradients stay"
+        return f"{what} as it is on {me}: what the pass had added was used or changed since"

@@ -41,26 +41,14 @@ from gradwire.compat.rpc.constants import (
     _UNSET_RPC_TIMEOUT,
 )
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from gradwire.compat.rpc.references import PyRRef, RRef
+from gradwire.compat.rpc.rref_proxy import PyRRef, RRef
 from gradwire.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
-from gradwire.options import rank_from_environment
+from gradwire.options import Options, rank_and_size_from_environment
 from gradwire.rpc.join import rendezvous_store
 
-__all__ = [  # torch's
-    "AllGatherStates",
-    "BackendType",
-    "RRef",
-    "TensorPipeRpcBackendOptions",
-    "get_worker_info",
-    "init_rpc",
-    "is_available",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-]
+__all__ = ["is_available", "init_rpc", "BackendType", "TensorPipeRpcBackendOptions", *api.__all__]
 
 logger = logging.getLogger("gradwire")
 _is_tensorpipe_available = True
@@ -80,19 +68,18 @@ def init_rpc(
 ) -> None:
     """Make this process a worker; without a world size, one that joins those present.
 
-    Where it meets the others says `rpc_backend_options.init_method`; with env:// a rank that is not
-    given is the one that a launcher has set.
+    With env:// a rank that is not given is the one that a launcher has set.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
-    if api._is_current_rpc_agent_set():
+    if _is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized")
     backend = backend or _backend_of(rpc_backend_options)
     options = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
     if rank == -1 and options.init_method.startswith("env:"):
-        known = rank_from_environment().rank
+        known, _ = rank_and_size_from_environment()
         rank = -1 if known is None else known
     store = _store(options, rank, world_size)
     dist_autograd._init(rank)
@@ -117,7 +104,7 @@ def _backend_of(options: RpcBackendOptions | None) -> BackendType:
 
 def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Store:
     try:
-        place = RpcBackendOptions(init_method=options.init_method).for_worker()
+        place = Options(init_method=options.init_method)
         return rendezvous_store(place, None if rank == -1 else rank, world_size or None)
     except UsageError as error:
         if isinstance(error.__cause__, ValueError):
@@ -145,7 +132,7 @@ def _init_rpc_backend(
     for given, kind in wanted:
         if not isinstance(given, kind):
             raise RuntimeError(f"Argument {given} must be of type {kind} but is a {type(given)}")
-    if api._is_current_rpc_agent_set():
+    if _is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized")
     agent = backend_registry.init_backend(
         backend,

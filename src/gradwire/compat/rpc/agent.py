@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
@@ -15,7 +15,7 @@ from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.current import ProcessValue, current_worker
-from gradwire.errors import GradwireError, UsageError
+from gradwire.errors import GradwireError
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.join import clear_default_worker, join, set_default_worker
 from gradwire.rpc.worker import Worker
@@ -33,36 +33,19 @@ def patience(timeout: float | None) -> float:
 
 
 class RpcAgent:
-    """What every backend's agent offers."""
+    """What every backend's agent derives from, and offers."""
 
     rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC
-
-    def get_worker_info(self, to: str | int | WorkerInfo | None = None) -> WorkerInfo:
-        """The name and number of a worker; of this one without an argument."""
-        raise NotImplementedError
-
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        """Everyone."""
-        raise NotImplementedError
-
-    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Wait until the others leave too."""
-        raise NotImplementedError
-
-    def shutdown(self) -> None:
-        """Stop now."""
-        raise NotImplementedError
-
-    def get_debug_info(self) -> dict[str, str]:
-        """Counts, as text."""
-        raise NotImplementedError
+    get_worker_info: Callable[..., WorkerInfo]
+    get_worker_infos: Callable[..., list[WorkerInfo]]
+    join: Callable[..., None]
+    shutdown: Callable[..., None]
+    get_debug_info: Callable[..., dict[str, str]]
 
 
-class _AgentSlot:
-    """The agent of a worker, once it has one."""
-
-    def __init__(self, _: Worker) -> None:
-        self.agent: TensorPipeAgent | None = None
+def _agent_slot(_: Worker) -> list[TensorPipeAgent]:
+    """Of each worker, for its agent."""
+    return []
 
 
 class TensorPipeAgent(RpcAgent):
@@ -94,7 +77,7 @@ class TensorPipeAgent(RpcAgent):
             notes = [directory.note(info.id) for info in directory.others()]
             everyone = [mine, *(DeviceFacts.from_note(note) for note in notes if note)]
             check_device_maps(everyone, is_static_group=not directory.is_open)
-            _greet(worker, opts)
+            _greet(worker)
         except BaseException:  # an interrupt too: nobody else would close it
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
@@ -109,16 +92,15 @@ class TensorPipeAgent(RpcAgent):
         self.worker, self._options = worker, opts
         self.rpc_timeout = opts.rpc_timeout
         self._gil_profiling = self._has_left = False
-        worker.part(_AgentSlot).agent = self
+        worker.part(_agent_slot).append(self)
 
     @classmethod
     def over(cls, worker: Worker) -> TensorPipeAgent:
         """The agent of a worker that joined by other means."""
-        slot = worker.part(_AgentSlot)
-        if slot.agent is None:
+        known = worker.part(_agent_slot)
+        if not known:
             cls.__new__(cls)._take(worker, TensorPipeRpcBackendOptions())
-            assert slot.agent is not None
-        return slot.agent
+        return known[0]
 
     @property
     def store(self) -> Store | None:
@@ -146,7 +128,7 @@ class TensorPipeAgent(RpcAgent):
         self._has_left = True
 
     def leaks(self) -> list[str]:
-        """Which of our values others hold: now, or when all had let go."""
+        """Which values of this worker others hold: now, or when all programs had ended."""
         return self.worker.leaks if self._has_left else self.worker.refs.leaks()
 
     def shutdown(self) -> None:
@@ -172,7 +154,7 @@ class TensorPipeAgent(RpcAgent):
     get_metrics = get_debug_info
 
     def enable_gil_profiling(self, flag: bool) -> None:
-        """Whether the debug info speaks of the interpreter's lock."""
+        """Whether the debug info has the time waited for the interpreter's lock."""
         self._gil_profiling = flag
 
     def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
@@ -182,9 +164,9 @@ class TensorPipeAgent(RpcAgent):
         return self._options.device_maps.get(dst.name, {})
 
 
-def _greet(worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
-    """Who leads gatherings is connected from the start, as with torch: a call may be impatient."""
-    directory, seconds = worker.directory, opts.for_worker().timeouts.connect
+def _greet(worker: Worker) -> None:
+    """Connect to the leader of all-gathers, as torch does: the first call may have a short time."""
+    directory, seconds = worker.directory, worker.options.timeouts.connect
     leader = min(directory.all())
     if directory.is_open:
         return
@@ -193,19 +175,12 @@ def _greet(worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
             worker.agent.reach(info.id, worker.agent.clock.now() + seconds)
 
 
-def _worker_here() -> Worker | None:
-    try:
-        return cast(Worker, current_worker.find())
-    except UsageError:
-        return None
-
-
 def _is_current_rpc_agent_set() -> bool:
-    return _agent.value is not None or _worker_here() is not None
+    return _agent.value is not None or current_worker.maybe_find() is not None
 
 
 def _get_current_rpc_agent() -> RpcAgent:
-    worker, agent = _worker_here(), _agent.value
+    worker, agent = current_worker.maybe_find(), _agent.value
     if worker is not None:
         return TensorPipeAgent.over(worker)
     if agent is None:
@@ -236,17 +211,10 @@ def _set_rpc_timeout(seconds: float) -> None:
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Whether the debug info speaks of the interpreter's lock."""
+    """Whether the debug info has the time waited for the interpreter's lock."""
     agent = _get_current_rpc_agent()
     if isinstance(agent, TensorPipeAgent):
         agent.enable_gil_profiling(flag)
-
-
-class _Said(msgspec.Struct):
-    name: str
-    count: int
-    maps: dict[str, dict[str, str]]
-    devices: list[str]
 
 
 @dataclass(frozen=True)
@@ -267,19 +235,12 @@ class DeviceFacts:
 
     def to_note(self) -> str:
         """The form in which others find it in their directory."""
-        maps = {to: {str(a): str(b) for a, b in m.items()} for to, m in self.maps.items()}
-        said = _Said(self.name, self.count, maps, [str(device) for device in self.devices])
-        return msgspec.json.encode(said).decode()
+        return msgspec.json.encode(self, enc_hook=str).decode()
 
     @classmethod
     def from_note(cls, note: str) -> DeviceFacts:
         """From what `to_note` returned on another worker."""
-        said = msgspec.json.decode(note, type=_Said)
-        maps = {
-            to: {torch.device(a): torch.device(b) for a, b in m.items()}
-            for to, m in said.maps.items()
-        }
-        return cls(said.name, said.count, maps, [torch.device(device) for device in said.devices])
+        return msgspec.json.decode(note, type=cls, dec_hook=lambda device, name: device(str(name)))
 
 
 def check_device_maps(everyone: Sequence[DeviceFacts], *, is_static_group: bool = True) -> None:
@@ -297,21 +258,16 @@ def check_device_maps(everyone: Sequence[DeviceFacts], *, is_static_group: bool 
 
 
 def _check_map(facts: DeviceFacts, to: str, given: DeviceMap, target: DeviceFacts | None) -> None:
-    if len(set(given.values())) != len(given):
-        raise _wrong(facts, f"duplicated target devices in its device map for {to}", given)
-    _check_side(facts, f"source devices{{}} in its device map for {to}", list(given), facts)
-    if target is not None:
-        theirs = list(given.values())
-        _check_side(facts, f"target devices{{}} in its device map for {to}", theirs, target)
-
-
-def _check_side(
-    facts: DeviceFacts, what: str, devices: list[torch.device], owner: DeviceFacts
-) -> None:
-    if owner.devices and not set(devices) <= set(owner.devices):
-        raise _wrong(facts, "unexpected " + what.format(""), devices)
-    if not owner.devices and not owner.has(devices):
-        raise _wrong(facts, what.format(" with invalid indices"), devices)
+    theirs, where = list(given.values()), f"in its device map for {to}"
+    if len(set(theirs)) != len(theirs):
+        raise _wrong(facts, f"duplicated target devices {where}", given)
+    for side, devices, owner in (("source", list(given), facts), ("target", theirs, target)):
+        if owner is None:
+            continue
+        if owner.devices and not set(devices) <= set(owner.devices):
+            raise _wrong(facts, f"unexpected {side} devices {where}", devices)
+        if not owner.devices and not owner.has(devices):
+            raise _wrong(facts, f"{side} devices with invalid indices {where}", devices)
 
 
 def _wrong(facts: DeviceFacts, what: str, given: object) -> ValueError:

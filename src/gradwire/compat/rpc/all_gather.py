@@ -1,27 +1,23 @@
 """All-gather: each worker of a set contributes a value, and all receive all values.
 
 The leader waits for all values, the followers wait for the leader. A wait ends if a worker that is
-waited for is lost and cannot be reached again. How values are sent is up to the caller. The state
-is in all_gather_state.py.
+waited for is lost and cannot be reached again. api.py sends the values; all_gather_state.py is the
+state.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
-from typing import final
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, final
 
 from gradwire.agent.requests.timer import Clock
 from gradwire.compat.rpc.all_gather_state import Rounds
 from gradwire.errors import CallTimeout, GradwireError, PeerLost
 from gradwire.rpc.worker import Worker
 
-Contribute = Callable[[str, str], None]
-"""Send our value to this leader, for this round."""
-Conclude = Callable[[str, Collection[str], Mapping[str, object]], None]
-"""Send these followers of this round all values."""
-GiveUp = Callable[[str, Collection[str], str], None]
-"""Tell these followers of this round why it has failed."""
+P = ParamSpec("P")
 Reach = Callable[[str], None]
 """Connect to this worker again; raises if it is gone."""
 Present = Callable[[], Collection[str]]
@@ -42,85 +38,52 @@ class AllGather:
         self._changed = threading.Condition(self._lock)
         self._rounds = Rounds()
 
-    def gather(
-        self,
-        value: object,
-        names: Collection[str],
-        seconds: float,
-        *,
-        contribute: Contribute,
-        conclude: Conclude,
-        give_up: GiveUp,
-    ) -> dict[str, object]:
-        """The values of all workers by name, once all have called this."""
-        leader = min(names)
-        followers = sorted(set(names) - {leader})
+    def note(
+        self, event: Callable[Concatenate[Rounds, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Change the state by a message, or a lost worker, and wake those that wait for it."""
+        with self._lock:
+            event(self._rounds, *args, **kwargs)
+            self._changed.notify_all()
+
+    @contextmanager
+    def round(self, names: Collection[str]) -> Iterator[str]:
+        """Take part in the next round of a set in the block; gives the id of the round."""
         present = self._present()
         with self._lock:
             round = self._rounds.entered(names)
             self._rounds.forget_without(present)
+            self._rounds.is_back(min(names))  # if the leader is not, a message to it fails
         try:
-            if leader == self._name:
-                self.heard(round, leader, value, names)
-                try:
-                    values = self._whole(round, names, names, seconds)
-                except GradwireError as error:
-                    give_up(round, followers, error.message)
-                    raise
-                conclude(round, followers, values)
-                return values
-            with self._lock:
-                self._rounds.is_back(leader)  # if it is not, contributing to it fails
-            contribute(leader, round)
-            return self._whole(round, names, [leader], seconds)
+            yield round
         finally:
             with self._lock:
                 self._rounds.over(round)
 
-    def heard(self, round: str, name: str, value: object, names: Collection[str]) -> None:
-        """The leader, this worker, receives a value."""
-        with self._lock:
-            self._rounds.contributed(round, name, value, names)
-            self._changed.notify_all()
-
-    def ended(self, round: str, values: Mapping[str, object]) -> None:
-        """A follower, this worker, receives all values."""
-        with self._lock:
-            self._rounds.concluded(round, values)
-            self._changed.notify_all()
-
-    def failed(self, round: str, reason: str) -> None:
-        """A follower, this worker, learns that the leader has given up."""
-        with self._lock:
-            self._rounds.failed(round, reason)
-            self._changed.notify_all()
-
-    def peer_lost(self, name: str) -> None:
-        """The connection to this worker has ended."""
-        with self._lock:
-            self._rounds.lost(name)
-            self._changed.notify_all()
-
-    def _whole(
-        self, round: str, names: Collection[str], awaited: Collection[str], seconds: float
-    ) -> dict[str, object]:
-        limit = self._clock.now() + seconds
+    def wait(self, round: str, names: Collection[str], seconds: float) -> dict[str, object]:
+        """The values of all workers by name, once they have arrived here."""
+        limit, leader = self._clock.now() + seconds, min(names)
+        awaited = names if leader == self._name else [leader]
+        gathering = f"in an all-gather of {', '.join(sorted(names))}"
         while (values := self._wait(round, awaited, limit)) is None:
             with self._lock:
                 missing = ", ".join(self._rounds.missing(round, names))
                 lost = self._rounds.waits_in_vain(round, awaited)
-            gathering = f"in an all-gather of {', '.join(sorted(names))}"
             if not lost:
                 raise CallTimeout(
                     f"{self._name} waited {seconds:.2f} s {gathering}: no value of {missing}",
                     hint="each of them must take part, the same number of times",
                 )
-            if not self._are_back(lost):
-                grace = min(limit, self._clock.now() + _GRACE_SECONDS)
-                values = self._wait(round, (), grace)
-                if values is not None:
-                    return values
-                self._check_none_lost(round, awaited, gathering)
+            if self._are_back(lost):
+                continue
+            self._wait(round, (), min(limit, self._clock.now() + _GRACE_SECONDS))
+            with self._lock:
+                lost = self._rounds.waits_in_vain(round, awaited)
+            if lost:
+                raise PeerLost(
+                    f"{self._name} waits {gathering} for {', '.join(lost)}, which was lost",
+                    hint="gather from the remaining workers, or shut down with graceful=False",
+                )
         return values
 
     def _wait(self, round: str, awaited: Collection[str], limit: float) -> dict[str, object] | None:
@@ -146,15 +109,6 @@ class AllGather:
                 self._rounds.is_back(name)
         return True
 
-    def _check_none_lost(self, round: str, awaited: Collection[str], gathering: str) -> None:
-        with self._lock:
-            lost = self._rounds.waits_in_vain(round, awaited)
-        if lost:
-            raise PeerLost(
-                f"{self._name} waits {gathering} for {', '.join(lost)}, which was lost",
-                hint="gather from the remaining workers, or shut down with graceful=False",
-            )
-
 
 def all_gather(worker: Worker) -> AllGather:
     """The all-gathers of a worker. From its start: a worker lost before the first one counts."""
@@ -167,5 +121,5 @@ def all_gather(worker: Worker) -> AllGather:
         return [info.name for info in directory.all()]
 
     gathers = AllGather(worker.name, agent.clock, reach, present)
-    agent.on_peer_lost(lambda lost, _: gathers.peer_lost(directory.name(lost)))
+    agent.on_peer_lost(lambda lost, _: gathers.note(Rounds.lost, directory.name(lost)))
     return gathers

@@ -18,6 +18,7 @@ from gradwire.errors import UsageError
 @dataclass(slots=True)
 class _Round:
     values: dict[str, object] = field(default_factory=dict)
+    is_entered: bool = False
     is_whole: bool = False
     failure: str | None = None
 
@@ -29,7 +30,6 @@ class Rounds:
     def __init__(self) -> None:
         self._entered: dict[str, int] = {}
         self._rounds: dict[str, _Round] = {}
-        self._inside: set[str] = set()
         self._lost: set[str] = set()
 
     def __len__(self) -> int:
@@ -46,21 +46,19 @@ class Rounds:
         n = self._entered.get(together, 0)
         self._entered[together] = n + 1
         round = f"{together}#{n}"
-        self._inside.add(round)
+        self._rounds.setdefault(round, _Round()).is_entered = True
         return round
 
     def forget_without(self, present: Collection[str]) -> None:
         """Drop the rounds of sets that have absent members: there will be no more of them."""
-        there = set(present)
-        busy = {round.rpartition("#")[0] for round in self._inside}
+        there, rounds = set(present), self._rounds
+        busy = {round.rpartition("#")[0] for round in rounds if rounds[round].is_entered}
 
         def stays(together: str) -> bool:
             return together in busy or there.issuperset(together.split(","))
 
         self._entered = {names: n for names, n in self._entered.items() if stays(names)}
-        self._rounds = {
-            r: heard for r, heard in self._rounds.items() if stays(r.rpartition("#")[0])
-        }
+        self._rounds = {r: rounds[r] for r in rounds if stays(r.rpartition("#")[0])}
         self._lost &= there
 
     def contributed(self, round: str, name: str, value: object, names: Collection[str]) -> None:
@@ -91,14 +89,13 @@ class Rounds:
             self._rounds.setdefault(round, _Round()).failure = reason
 
     def failure(self, round: str) -> str | None:
-        """Why the leader has given up, or None."""
-        heard = self._rounds.get(round)
-        return None if heard is None else heard.failure
+        """Why the leader of this round, which was entered, has given up; or None."""
+        return self._rounds[round].failure
 
     def whole(self, round: str) -> dict[str, object] | None:
         """All values, or None until they have arrived."""
-        heard = self._rounds.get(round)
-        return heard.values if heard is not None and heard.is_whole else None
+        heard = self._rounds[round]
+        return heard.values if heard.is_whole else None
 
     def missing(self, round: str, names: Collection[str]) -> list[str]:
         """The names whose value has not arrived here."""
@@ -120,8 +117,7 @@ class Rounds:
     def over(self, round: str) -> None:
         """This worker has left the round."""
         self._rounds.pop(round, None)
-        self._inside.discard(round)
 
     def _is_over(self, round: str) -> bool:
         together, _, n = round.rpartition("#")
-        return round not in self._inside and int(n) < self._entered.get(together, 0)
+        return round not in self._rounds and int(n) < self._entered.get(together, 0)

@@ -2,6 +2,7 @@
 
 Programs replace some functions of this module: others look them up here when they call them.
 """
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from gradwire.compat.rpc.agent import (
     patience,
 )
 from gradwire.compat.rpc.all_gather import all_gather
+from gradwire.compat.rpc.all_gather_state import Rounds
 from gradwire.compat.rpc.constants import (
     A_LONG_TIME_SECONDS,
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -45,25 +47,18 @@ from gradwire.compat.rpc.internal import (
     run_function,
     run_serialized,
 )
-from gradwire.compat.rpc.references import PyRRef, RRef, beside
+from gradwire.compat.rpc.rref_proxy import PyRRef, RRef, beside
 from gradwire.current import current_worker
-from gradwire.errors import DeadlinePassed, PeerError
+from gradwire.errors import DeadlinePassed, GradwireError, PeerError
 from gradwire.rpc.api import keywords, of_sequence
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.codec.body import tensors_in
 from gradwire.rpc.expose.async_execution import LATER
 from gradwire.rpc.worker import Worker
 
-__all__ = [  # torch's, and what is only passed on
+__all__ = [  # torch's
     "AllGatherStates",
-    "Future",
-    "RPCExecMode",
     "RRef",
-    "_build_rpc_profiling_key",
-    "_get_current_rpc_agent",
-    "_is_current_rpc_agent_set",
-    "_set_rpc_timeout",
-    "get_rpc_timeout",
     "get_worker_info",
     "remote",
     "rpc_async",
@@ -130,7 +125,7 @@ def rpc_sync(
     func: Callable[..., Any],
     args: Any = None,  # noqa: ANN401
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | None = UNSET_RPC_TIMEOUT,
 ) -> Any:  # noqa: ANN401
     """Run a function on another worker and return what it returned."""
     worker, info, target = _prepared(to, func, args, kwargs)
@@ -147,8 +142,8 @@ def rpc_async(
     func: Callable[..., Any],
     args: Any = None,  # noqa: ANN401
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> torch.futures.Future[Any]:
+    timeout: float | None = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
     """Run a function on another worker; a future of what it returns.
 
     What keeps the call from leaving is in the future too.
@@ -171,7 +166,7 @@ def remote(
     func: Callable[..., Any],
     args: Any = None,  # noqa: ANN401
     kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | None = UNSET_RPC_TIMEOUT,
 ) -> PyRRef[Any]:
     """Run a function on another worker and keep the result there; a reference to it."""
     worker, info, target = _prepared(to, func, args, kwargs)
@@ -275,79 +270,73 @@ class AllGatherStates:
         self.proceed_signal = threading.Event()
 
 
-def _ours() -> TensorPipeAgent:
-    return cast(TensorPipeAgent, _get_current_rpc_agent())
+def _ours() -> Worker:
+    return cast(TensorPipeAgent, _get_current_rpc_agent()).worker
 
 
 @_require_initialized
 def _all_gather(
     obj: object,
     worker_names: Collection[str] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: float | None = UNSET_RPC_TIMEOUT,
 ) -> dict[str, object]:
     """The objects of all workers by name, once each of them has called this.
 
     Without a timeout only the messages have one; then the slowest worker is waited for.
     """
-    agent = _ours()
-    names = set(worker_names or [info.name for info in agent.get_worker_infos()])
-    me, seconds = agent.worker.name, patience(timeout)
-    is_unset = timeout == UNSET_RPC_TIMEOUT
-
-    def contribute(leader: str, round: str) -> None:
-        args = (round, me, obj, names)
-        rpc_sync(leader, _gather_to_leader, args=args, timeout=seconds)
-
-    def conclude(round: str, followers: Collection[str], values: Mapping[str, object]) -> None:
-        sent = [
-            (name, rpc_async(name, _broadcast_to_followers, (round, values), timeout=seconds))
-            for name in followers
-        ]
+    worker, seconds = _ours(), patience(timeout)
+    me, gathers = worker.name, worker.part(all_gather)
+    names = set(worker_names or [info.name for info in worker.directory.all()])
+    wait_seconds = A_LONG_TIME_SECONDS if timeout == UNSET_RPC_TIMEOUT else seconds
+    leader, *followers = sorted(names)
+    with gathers.round(names) as round:
+        if me != leader:
+            rpc_sync(leader, _gather_to_leader, (round, me, obj, names), timeout=seconds)
+            return gathers.wait(round, names, wait_seconds)
+        _gather_to_leader(round, me, obj, names)
+        try:
+            values = gathers.wait(round, names, wait_seconds)
+        except GradwireError as error:
+            for name in followers:  # each hears it, or is lost itself
+                rpc_async(name, _all_gather_failed, (round, error.message), timeout=seconds)
+            raise
+        args = (round, values)
+        sent = {n: rpc_async(n, _broadcast_to_followers, args, timeout=seconds) for n in followers}
         _wait_for_followers(sent, seconds)
-
-    def give_up(round: str, followers: Collection[str], reason: str) -> None:
-        for name in followers:  # each hears it, or is lost itself
-            rpc_async(name, _all_gather_failed, args=(round, reason), timeout=seconds)
-
-    return agent.worker.part(all_gather).gather(
-        obj,
-        names,
-        A_LONG_TIME_SECONDS if is_unset else seconds,
-        contribute=contribute,
-        conclude=conclude,
-        give_up=give_up,
-    )
+        return values
 
 
-def _wait_for_followers(sent: list[tuple[str, Any]], seconds: float) -> None:
-    errors: list[tuple[str, Exception]] = []
-    for name, future in sent:
+def _wait_for_followers(sent: Mapping[str, Future[Any]], seconds: float) -> None:
+    errors: dict[str, Exception] = {}
+    for name, future in sent.items():
         try:
             future.wait()
         except RuntimeError as error:
-            errors.append((name, error))
+            errors[name] = error
     if errors:
+        first = next(iter(errors.values()))
         raise RuntimeError(
-            f"Followers {[name for name, _ in errors]} timed out in _all_gather after "
-            f"{seconds:.2f} seconds. The first exception is {errors[0][1]}"
-        ) from errors[0][1]
+            f"Followers {list(errors)} timed out in _all_gather after "
+            f"{seconds:.2f} seconds. The first exception is {first}"
+        ) from first
 
 
 # Each of these three is sent by name: it is the function that the program of the receiver has.
 
 
 def _all_gather_failed(sequence_id: str, reason: str) -> None:
-    _ours().worker.part(all_gather).failed(sequence_id, reason)
+    _ours().part(all_gather).note(Rounds.failed, sequence_id, reason)
 
 
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: object, worker_names: Collection[str]
 ) -> None:
-    _ours().worker.part(all_gather).heard(sequence_id, worker_name, obj, worker_names)
+    gathers = _ours().part(all_gather)
+    gathers.note(Rounds.contributed, sequence_id, worker_name, obj, worker_names)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, object]) -> None:
-    _ours().worker.part(all_gather).ended(sequence_id, objects_map)
+    _ours().part(all_gather).note(Rounds.concluded, sequence_id, objects_map)
 
 
 @_require_initialized
@@ -375,7 +364,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def _delete_all_user_and_unforked_owner_rrefs(
     timeout: timedelta = timedelta(seconds=100),  # a constant
 ) -> None:
-    worker = _ours().worker
+    worker = _ours()
     worker.refs.wait_until_settled(worker.agent.clock.now() + timeout.total_seconds())
     worker.refs.abandon()
 

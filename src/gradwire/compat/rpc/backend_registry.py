@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import getitem
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -23,10 +24,6 @@ __all__ = [
     "init_backend",
     "register_backend",
 ]
-
-
-_OPTIONS = ("num_worker_threads", "_transports", "_channels")
-"""What our backend takes; the rest is ignored, as torch's does."""
 
 
 class BackendValue(NamedTuple):
@@ -75,12 +72,8 @@ class BackendType(metaclass=_Members):
     def __repr__(self) -> str:
         return f"BackendType.{self.name}"
 
-    def __reduce__(self) -> tuple[Callable[[str], BackendType], tuple[str]]:
-        return _member, (self.name,)
-
-
-def _member(name: str) -> BackendType:
-    return cast(BackendType, BackendType[name])
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return getitem, (BackendType, self.name)
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -117,13 +110,10 @@ def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> Any:  # noq
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
-def _our_options(
-    rpc_timeout: float,
-    init_method: str,
-    **more: Any,  # noqa: ANN401
-) -> TensorPipeRpcBackendOptions:
-    known = {name: more[name] for name in _OPTIONS if name in more}
-    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **known)
+def _our_options(rpc_timeout: float, init_method: str, **more: Any) -> object:  # noqa: ANN401
+    known = more.keys() & {"num_worker_threads", "_transports", "_channels"}  # ignoring the rest
+    given = {name: more[name] for name in known}
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **given)
 
 
 def _start_agent(

@@ -3,7 +3,7 @@
 from gradwire.compat.rpc.all_gather import all_gather
 from gradwire.compat.rpc.failures import of_call, of_callback, of_fetch
 from gradwire.compat.rpc.internal import _internal_rpc_pickler
-from gradwire.compat.rpc.references import PyRRef
+from gradwire.compat.rpc.rref_proxy import PyRRef
 from gradwire.rpc.behavior import Behavior
 
 TORCH = Behavior(

@@ -12,16 +12,14 @@ import torch
 
 from gradwire.autograd.scope import current_context
 from gradwire.compat.rpc import api
-from gradwire.compat.rpc.references import PyRRef, beside
+from gradwire.compat.rpc.rref_proxy import PyRRef, beside
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.rpc.codec.pickle_codec import PickleCodec, Reducers
 from gradwire.rpc.expose.async_execution import result_of
 from gradwire.rpc.graph_cut import warn_of_cut
 
-_REFERENCE = 0
-_NO_AGENT = "Current RPC agent is not set"
-"""What TorchScript says if it finds no agent of torch's in this process."""
+_NO_AGENT = "Current RPC agent is not set"  # TorchScript's words
 
 
 class RPCExecMode(Enum):
@@ -71,13 +69,11 @@ class _InternalRPCPickler:
 
 def _codec(reducers: Reducers) -> PickleCodec:
     codec = PickleCodec(reducers, restores_parameters=True)
-    codec.extend(PyRRef, _REFERENCE, PyRRef._serialize, PyRRef._deserialize)
+    codec.extend(PyRRef, 0, PyRRef._serialize, PyRRef._deserialize)
     return codec
 
 
 _internal_rpc_pickler = _InternalRPCPickler()
-
-
 serialize, deserialize = _internal_rpc_pickler.serialize, _internal_rpc_pickler.deserialize
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral, Real
 
 import torch
@@ -19,9 +18,6 @@ __all__ = ["TensorPipeRpcBackendOptions"]
 
 class RpcBackendOptions:
     """What every backend needs to know."""
-
-    rpc_timeout: float
-    init_method: str
 
     def __init__(
         self,
@@ -40,21 +36,9 @@ class RpcBackendOptions:
                 f"{name}={value!r} is no {wanted.__name__}"
             )
 
-    def for_worker(self) -> Options:
-        """The same as gradwire's own options; the deadline for joining is the default."""
-        seconds = float(self.rpc_timeout) or constants.A_LONG_TIME_SECONDS
-        return Options(
-            init_method=self.init_method,
-            timeouts=Timeouts(call=seconds),
-            insecure=is_insecure_by_environment(),
-        )
-
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The options of the TENSORPIPE backend, which is ours here.
-
-    `_transports` and `_channels` choose among means that only the original has; they are kept.
-    """
+    """The options of the TENSORPIPE backend. `_transports` and `_channels` have no effect here."""
 
     def __init__(
         self,
@@ -101,22 +85,28 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = named
 
     def for_worker(self) -> Options:
-        """The same as gradwire's own options."""
-        return replace(super().for_worker(), threads=max(1, self.num_worker_threads))
+        """The same as gradwire's own options; the deadline for joining is the default."""
+        seconds = float(self.rpc_timeout) or constants.A_LONG_TIME_SECONDS
+        return Options(
+            init_method=self.init_method,
+            timeouts=Timeouts(call=seconds),
+            insecure=is_insecure_by_environment(),
+            threads=max(1, self.num_worker_threads),
+        )
 
 
 def _device(given: DeviceType) -> torch.device:
-    """A number alone is that of a CUDA device, also on a machine that has none."""
+    """A number is that of a CUDA device, even on a machine that has none."""
     return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
 
 
 def _device_map(given: Mapping[DeviceType, DeviceType]) -> DeviceMap:
     found: DeviceMap = {}
     for ours, theirs in given.items():
-        one, other = _device(ours), _device(theirs)
+        other = _device(theirs)
         if other in found.values():
             raise ValueError(
                 f"`device_map` only supports 1-to-1 mapping: two devices are mapped to {other}"
             )
-        found[one] = other
+        found[_device(ours)] = other
     return found

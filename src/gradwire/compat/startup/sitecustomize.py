@@ -1,11 +1,8 @@
 """Carries the substitution into processes that a program under `python -m gradwire.compat` starts.
 
-That command puts this directory first on PYTHONPATH, so every Python started below it (by
-multiprocessing's spawn and forkserver, by torchrun, by subprocess) runs this file as it begins. It
-imports nothing heavy: a process that never imports torch is not slowed down. When one does import
-torch, `gradwire.compat.install()` follows as soon as that import is over.
-
-Interpreters started with -I, -E or -S do not read PYTHONPATH or this file, and see torch's own RPC.
+That command puts this directory first on PYTHONPATH, so every Python started below it runs this
+file as it begins, unless by -I, -E or -S. It imports nothing heavy, for processes that never import
+torch. In others `gradwire.compat.install()` follows as soon as the import of torch is over.
 """
 
 from __future__ import annotations
@@ -21,19 +18,16 @@ from types import ModuleType
 HERE = Path(__file__).resolve().parent
 
 
-class Announcing(Loader):
-    """A module's own loader, which tells the finder when the module has been executed."""
+class _Announcing(Loader):
+    """Stands for a loader during the import of its module; the finder hears when it is over."""
 
     def __init__(self, real: Loader, finder: AfterTorch) -> None:
-        self._real = real
-        self._finder = finder
+        self._real, self._finder = real, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the real one does."""
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the real one does, whose place this takes for the length of the import only."""
         module.__loader__ = self._real
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
@@ -46,14 +40,10 @@ class Announcing(Loader):
 
 
 class AfterTorch(MetaPathFinder):
-    """Finds torch as everybody would, and installs the substitution once it is there.
-
-    gradwire imports torch itself; then the end of gradwire's own import is waited for.
-    """
+    """Finds torch as usual, and installs once it is imported, and gradwire, which may import it."""
 
     def __init__(self) -> None:
-        self.under_way: set[str] = set()
-        """modules that are being executed"""
+        self.under_way: set[str] = set()  # modules that are being executed
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -65,7 +55,7 @@ class AfterTorch(MetaPathFinder):
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = Announcing(spec.loader, self)
+            spec.loader = _Announcing(spec.loader, self)
         return spec
 
     def executed(self) -> None:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, TypeVar, cast, final
 
 import msgspec
 import torch
@@ -20,7 +19,7 @@ from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import OUTERMOST, Clock, ShortenedDeadline, extent_of, nested
-from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.modes import current_modes
@@ -30,13 +29,7 @@ from gradwire.errors import BadMessage, CallTimeout, Cancelled, UsageError
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.options import DEFAULT, FOREVER, Timeout
 from gradwire.rpc.behavior import Behavior, Translated
-from gradwire.rpc.calls.futures import (
-    INTERRUPTED,
-    Environment,
-    Future,
-    PendingResult,
-    ResultOrError,
-)
+from gradwire.rpc.calls.futures import Environment, Future, PendingResult, ResultOrError
 from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
@@ -44,8 +37,12 @@ from gradwire.rpc.profiling import call_span, fetch_span
 from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import NOTHING, has_modes, is_profiled
+from gradwire.torch_private import has_modes, is_profiled
 from gradwire.wire.message import Message
+
+T = TypeVar("T")
+InContext = ContextId | None
+"""the context that a call is made in, if any"""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -82,6 +79,26 @@ class Created(NamedTuple):
     answer: Promise[Outcome]
 
 
+# A method of Calls that makes a call.
+Make = Callable[["Calls", WorkerId, Target, float], T]
+
+
+def _profiled(kind: str) -> Callable[[Make[T]], Make[T]]:
+    """Show the calls that a method makes as ranges in a profile, if one is taken."""
+
+    def wrap(make: Make[T]) -> Make[T]:
+        def profiled(self: Calls, to: WorkerId, target: Target, deadline: float) -> T:
+            if not is_profiled():
+                return make(self, to, target, deadline)
+            directory = self._agent.directory
+            with call_span(kind, target.name, directory.me.name, directory.name(to)):
+                return make(self, to, target, deadline)
+
+        return profiled
+
+    return wrap
+
+
 @final
 class Calls:
     """Makes the calls, fetches and remote backwards of one worker."""
@@ -97,27 +114,18 @@ class Calls:
         self._environment = Environment(agent, refs.on_death, behavior.of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(ValueReady)
-        agent.on_answer(Result, attrgetter("body.released"), self._result_came)
-        agent.on_late(Result, self._release_late)
+        released = attrgetter("body.released")
+        agent.on_answer(Result, released, self._result_came, self._release_late)
 
+    @_profiled("sync")
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
-        """Run a function on a peer; return what it returned, or raise what it raised."""
-        if is_profiled():
-            with self._span("sync", target, to):
-                return self._call(to, target, deadline)
-        return self._call(to, target, deadline)
-
-    def _call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
-        """Send, and wait on this thread without making a future.
-
-        hot: each rpc_sync
-        """
+        """What a function returns or raises on a peer. hot: each rpc_sync, so no future is made"""
         context = current_context()
         if context is not None:
             context = self._engine.calling(context, to)
-        sent = self._send_call(to, target, context, deadline)
+        sent = self._send_call(to, target, context, deadline, None)
         try:
-            if context is not None or self._agent.events.are_heard:
+            if context is not None or self._agent.events.listeners:
                 self._after_send(sent, to, context)
             if sent.checkpointed is None:
                 outcome = self._outcome(sent.promise, to, context)
@@ -137,40 +145,27 @@ class Calls:
             warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies)
         return unpacked.value
 
-    def _outcome(
-        self, promise: Promise[Outcome], peer: WorkerId, context: ContextId | None
-    ) -> Outcome:
+    def _outcome(self, promise: Promise[Outcome], peer: WorkerId, context: InContext) -> Outcome:
         """Wait for an answer."""
         try:
             return self._agent.wait_for(peer, promise)
         except BaseException:  # interrupted; an answer may still come, with references in it
-            self._agent.cancel(promise, INTERRUPTED)
+            self._agent.cancel(promise, "the thread that waited for it was interrupted")
             pending = self._pending(promise, peer, context, str, self._behavior.of_call)
             # Unpacked though nobody waits for it, so that these references are dropped.
             promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
             raise
 
+    @_profiled("async")
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run a function on a peer; a future of what it returns."""
-        if is_profiled():
-            with self._span("async", target, to):
-                return self._call_async(to, target, deadline)
-        return self._call_async(to, target, deadline)
-
-    def _call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         context = current_context()
         if context is not None:
             context = self._engine.calling(context, to)
-        promise = self._send_unawaited(to, target, context, deadline)
+        promise = self._send_unawaited(to, target, context, deadline, None)
         what = partial(self._name_on, to, target.description or target.name)
         pending = self._pending(promise, to, context, what, self._behavior.of_call)
         return Future(pending, self._environment, to, partial(self._agent.cancel, promise))
-
-    def _span(self, kind: str, target: Target, to: WorkerId) -> AbstractContextManager[Any]:
-        if not is_profiled():
-            return NOTHING
-        directory = self._agent.directory
-        return call_span(kind, target.name, directory.me.name, directory.name(to))
 
     def _name_on(self, to: WorkerId, name: str) -> str:
         return f"{display_name(name)} on {self._agent.directory.name(to)}"
@@ -185,6 +180,7 @@ class Calls:
         """Raise this thread's sequence numbers above the depth of another thread's value."""
         lift_this_thread(depth_of(value))
 
+    @_profiled("remote")
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:
         """Run a function on a peer that keeps the result; a reference to it."""
         here = to == self._agent.directory.me.id
@@ -192,8 +188,7 @@ class Calls:
         try:
             context = self._engine.calling(current_context(), to)
             keep = Kept(handle.ref, handle.fork)
-            with self._span("remote", target, to):
-                promise = self._send_unawaited(to, target, context, deadline, keep)
+            promise = self._send_unawaited(to, target, context, deadline, keep)
         except BaseException:
             self._refs.creation_undone(handle)
             raise
@@ -240,46 +235,30 @@ class Calls:
         message = BackwardFrom(handle.ref, context, retain_graph, seconds, current_modes())
         what = f"backward from {handle.ref}"
         promise = self._request(handle.owner, message, deadline, what, "backward")
-        try:
-            outcome = self._agent.wait_for(handle.owner, promise)
-        except BaseException:
-            self._agent.cancel(promise, INTERRUPTED)
-            raise
+        outcome = self._outcome(promise, handle.owner, None)
         if isinstance(outcome, Exception):
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
 
     def _send_unawaited(
-        self,
-        to: WorkerId,
-        target: Target,
-        context: ContextId | None,
-        deadline: float,
-        keep: Kept | None = None,
+        self, to: WorkerId, target: Target, context: InContext, deadline: float, keep: Kept | None
     ) -> Promise[Outcome]:
         """Send a call that this thread does not wait for; its answer releases its bytes."""
         sent = self._send_call(to, target, context, deadline, keep)
         sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
-        if context is not None or self._agent.events.are_heard:
+        if context is not None or self._agent.events.listeners:
             self._after_send(sent, to, context)
         return sent.promise
 
     def _send_call(
-        self,
-        to: WorkerId,
-        target: Target,
-        context: ContextId | None,
-        deadline: float,
-        keep: Kept | None = None,
+        self, to: WorkerId, target: Target, context: InContext, deadline: float, keep: Kept | None
     ) -> SentCall:
-        """Encode a call, reserve its bytes in the window (the caller releases them), and send it.
-
-        hot: each call
-        """
+        """Encode and send a call; the caller gives its bytes back to the window. hot: each call"""
         _, _, inbound, run, _ = get_current()
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
-        value, place = (target.args, target.kwargs), ("args", "kwargs")
-        packed = self._bodies.encode(value, to=to, context=context, place=place, deadline=deadline)
-        body, size, counted = packed.body, packed.size, False
+        value = (target.args, target.kwargs)
+        packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline)
+        body, counted = packed.body, False
+        size = EACH + len(body.data) + sum(map(len, packed.payload))
         what = target.description or display_name(target.name)
         try:
             grad, carries = torch.is_grad_enabled(), self._carries_modes
@@ -290,10 +269,10 @@ class Calls:
             modes = current_modes(autocast=carries) if has_modes() else None
             extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
             draws = checkpointed and checkpointed.draws  # see messages.Draws
-            more = (deadline - self._agent.clock.now(), keep, draws, modes, *extent)
+            rest = (deadline - self._agent.clock.now(), keep, draws, modes, *extent)
             id, promise = self._agent.request(
                 to,
-                Call(target.name, body, context, grad or not carries, inference, *more),
+                Call(target.name, body, context, grad or not carries, inference, *rest),
                 packed.payload,
                 deadline=deadline,
                 description=what,
@@ -317,11 +296,7 @@ class Calls:
     def _undo_send(
         self, to: WorkerId, size: int, packed: EncodedBody, checkpointed: CheckpointedCall | None
     ) -> None:
-        """Undo the effects of encoding a call that could not be sent.
-
-        `size` is what it has reserved in the window.
-        """
-        if size:
+        if size:  # it was taken from the window
             self._window.give_back(to, size)
         self._bodies.undo(packed)
         if checkpointed is not None:
@@ -339,43 +314,35 @@ class Calls:
             self._window.take_when_free(to, size, deadline, self._agent.clock, what)
         return True
 
-    def _after_send(self, sent: SentCall, to: WorkerId, context: ContextId | None) -> None:
+    def _after_send(self, sent: SentCall, to: WorkerId, context: InContext) -> None:
         self._engine.called(context, to)
-        if self._agent.events.are_heard:
+        if self._agent.events.listeners:
             self._agent.events.emit("call", sent.call, self._agent.directory.name(to))
 
     def _pending(
         self,
         promise: Promise[Outcome],
         source: WorkerId,
-        context: ContextId | None,
+        context: InContext,
         what: Callable[[], str],
         translated: Translated,
     ) -> PendingResult[Any]:
         """The answer, to be unpacked by the thread that first asks for it."""
         differentiable = torch.is_grad_enabled()
-        unpack = partial(self._unpack_outcome, source, context, differentiable, translated)
+        recorded = self._carries_modes or differentiable
+
+        def unpack(outcome: Outcome) -> ResultOrError:
+            if isinstance(outcome, Exception):
+                return translated(outcome, self._agent.directory)
+            unpacked = self._unpack_result(outcome, source, context, recorded)
+            if (unpacked.cut or unpacked.copies) and not differentiable:
+                return replace(unpacked, cut=0, copies=0)
+            return unpacked
+
         return PendingResult(promise, unpack, what)
 
-    def _unpack_outcome(
-        self,
-        source: WorkerId,
-        context: ContextId | None,
-        differentiable: bool,
-        translated: Translated,
-        outcome: Outcome,
-    ) -> ResultOrError:
-        if isinstance(outcome, Exception):
-            return translated(outcome, self._agent.directory)
-        unpacked = self._unpack_result(
-            outcome, source, context, self._carries_modes or differentiable
-        )
-        if (unpacked.cut or unpacked.copies) and not differentiable:
-            return replace(unpacked, cut=0, copies=0)
-        return unpacked
-
     def _unpack_result(
-        self, answer: Answer, peer: WorkerId, context: ContextId | None, recorded: bool
+        self, answer: Answer, peer: WorkerId, context: InContext, recorded: bool
     ) -> DecodedBody:
         result = answer.message
         if not isinstance(result, Result):
@@ -406,9 +373,7 @@ Deadline = Callable[[Timeout], float]
 def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
     """The deadline of a wait that begins now; never later than that of the call being served.
 
-    Raises CallTimeout if the deadline of that call has passed, and Cancelled if it was cancelled.
-
-    hot: each call
+    Raises CallTimeout if that one has passed, Cancelled if the call was cancelled. hot: each call
     """
     if timeout is DEFAULT:
         seconds = default

@@ -25,7 +25,6 @@ from msgspec.structs import replace
 from gradwire.agent.agent import Agent
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.serving.dispatch import Dispatch
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.scope import saving_here
 from gradwire.current import get_current
@@ -35,7 +34,6 @@ from gradwire.rpc.codec.body import DecodedBody, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
 
-INTERRUPTED = "the thread that waited for it was interrupted"
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -48,37 +46,8 @@ ResultOrError = DecodedBody | BaseException
 """A decoded result, or the exception in its place."""
 
 
-def _unchanged(outcome: ResultOrError) -> ResultOrError:
-    """The `unpack` of a promise that brings a ResultOrError."""
-    return outcome
-
-
 def _being_unpacked(_: object) -> DecodedBody:
     raise AssertionError("a marker, never called")
-
-
-@final
-class Unseen:
-    """An exception of a callback that nobody has retrieved yet.
-
-    If it is still not retrieved when the future of the callback dies, it is logged, as in asyncio.
-    The traceback is summarized at once: its frames hold the future, which would never die.
-    """
-
-    __slots__ = ("_callback_of", "_traceback", "is_seen")
-
-    def __init__(self, callback_of: str, error: BaseException) -> None:
-        self._callback_of = callback_of
-        self._traceback = traceback.TracebackException.from_exception(error, lookup_lines=False)
-        self.is_seen = False
-
-    def report(self) -> None:
-        """Log it, if the future died without being asked."""
-        if not self.is_seen:
-            text = "".join(self._traceback.format()).rstrip()
-            _log.error(
-                "%s raised, and nobody has asked for its result\n%s", self._callback_of, text
-            )
 
 
 @final
@@ -94,13 +63,14 @@ class PendingResult(Generic[T]):
     def __init__(
         self,
         promise: Promise[Any],
-        unpack: Callable[[Any], ResultOrError | PendingResult[T]] = _unchanged,
+        unpack: Callable[[Any], ResultOrError | PendingResult[T]] = lambda outcome: outcome,
         what: Callable[[], str] = lambda: "a call",
     ) -> None:
         self.promise = promise
         self.what = what
         """its name in the log and in warnings; computed only when needed"""
-        self.unseen: Unseen | None = None
+        self.unseen: list[traceback.TracebackException] = []
+        """the exception of a callback, until it is retrieved; see `Future._note_unseen`"""
         self._unpack: Callable[[Any], ResultOrError | PendingResult[T]] | None = unpack
         self._lock = threading.RLock()
         self._result: ResultOrError | PendingResult[T]
@@ -147,8 +117,7 @@ class PendingResult(Generic[T]):
         if type(result) is not DecodedBody:
             if isinstance(result, PendingResult):
                 return result.value()
-            if self.unseen is not None:
-                self.unseen.is_seen = True
+            self.unseen.clear()
             raise fresh(result)  # type: ignore[arg-type]
         if result.depth:
             lift_this_thread(result.depth)
@@ -181,6 +150,7 @@ class Future(torch.futures.Future[T]):
         self._cancel = cancel
         self._pending, self._promise = pending, pending.promise
         self._environment = environment
+        self._submit = environment.agent.dispatch.service.submit_or_run
         self._source = environment.agent.directory.me.id if source is None else source
         self._scope = contextvars.copy_context()
         self._grad_enabled = torch.is_grad_enabled()
@@ -248,11 +218,15 @@ class Future(torch.futures.Future[T]):
         following: Promise[ResultOrError | PendingResult[Any]] = Promise()
         pending: PendingResult[Any] = PendingResult(following, what=partial(str, self._callback_of))
         future: Future[Any] = Future(pending, self._environment)
-        note = partial(self._note_unseen, weakref.ref(pending))
+        followed = weakref.ref(pending)
         del pending  # the callback must not keep it alive: its death is what logs an unseen error
 
         def run() -> None:
-            outcome = self._outcome_of(callback, note)
+            try:
+                outcome: ResultOrError = self._in_scope(callback)
+            except BaseException as error:
+                self._note_unseen(followed(), error)
+                outcome = self._translated(error)
             inner = outcome.value if isinstance(outcome, DecodedBody) else None
             if follows and isinstance(inner, Future):
                 awaited = inner._pending
@@ -260,7 +234,7 @@ class Future(torch.futures.Future[T]):
             else:
                 following.settle(outcome)
 
-        self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
+        self._promise.on_settled(lambda _: self._submit(run))
         return future
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
@@ -273,7 +247,7 @@ class Future(torch.futures.Future[T]):
             except BaseException:  # no future to raise it from
                 _log.exception("%s raised", self._callback_of)
 
-        self._promise.on_settled(lambda _: self._pools.service.submit_or_run(run))
+        self._promise.on_settled(lambda _: self._submit(run))
 
     def set_result(self, result: T) -> NoReturn:
         """Refuse: the answer to the call completes the future."""
@@ -313,35 +287,27 @@ class Future(torch.futures.Future[T]):
         with torch.set_grad_enabled(self._grad_enabled):
             return self._scope.copy().run(run)
 
-    def _outcome_of(
-        self, callback: Callable[[Future[T]], S], note: Callable[[BaseException], None]
-    ) -> ResultOrError:
-        """What a callback returned or raised."""
-        try:
-            return self._in_scope(callback)
-        except BaseException as error:
-            note(error)
-            if not isinstance(error, Exception):
-                return error.with_traceback(None)
-            translated = self._environment.of_callback(error)
-            if translated is not error:
-                translated.__cause__, translated.__context__ = error.__cause__, error
-            return translated.with_traceback(None)
+    def _translated(self, error: BaseException) -> BaseException:
+        if not isinstance(error, Exception):
+            return error.with_traceback(None)
+        translated = self._environment.of_callback(error)
+        if translated is not error:
+            translated.__cause__, translated.__context__ = error.__cause__, error
+        return translated.with_traceback(None)
 
     @property
     def _callback_of(self) -> str:
         me = self._environment.agent.directory.me.name
         return f"{me}: a callback of the future of {self._pending.what()}"
 
-    def _note_unseen(self, pending: weakref.ref[PendingResult[S]], error: BaseException) -> None:
-        unseen, alive = Unseen(self._callback_of, error), pending()
-        if alive is not None:
-            alive.unseen = unseen
-            self._environment.on_death(alive, unseen.report)
-
-    @property
-    def _pools(self) -> Dispatch:
-        return self._environment.agent.dispatch
+    def _note_unseen(self, pending: PendingResult[Any] | None, error: BaseException) -> None:
+        """Log the exception if nobody has retrieved it when its future dies, as asyncio does."""
+        if pending is not None:
+            # Summarized at once: the frames of a traceback hold the future, which would never die.
+            summary = traceback.TracebackException.from_exception(error, lookup_lines=False)
+            pending.unseen.append(summary)
+            report = partial(_report, self._callback_of, pending.unseen)
+            self._environment.on_death(pending, report)
 
     def _on_settled(self, _: object) -> None:
         """Complete the C++ future, unless a waiting thread will.
@@ -350,12 +316,18 @@ class Future(torch.futures.Future[T]):
         registered, which may block.
         """
         if not self._is_waited_for:
-            self._pools.service.submit_or_run(self._complete)
+            self._submit(self._complete)
 
     def _complete(self) -> None:
         if self._completion.acquire(blocking=False):
             # Exceptions are set as results, too: the unwrap function raises them.
             _Native.set_result(self, self._pending.unpacked())
+
+
+def _report(callback_of: str, unseen: list[traceback.TracebackException]) -> None:
+    for summary in unseen:
+        text = "".join(summary.format()).rstrip()
+        _log.error("%s raised, and nobody has asked for its result\n%s", callback_of, text)
 
 
 def _check_callable(callback: object) -> None:

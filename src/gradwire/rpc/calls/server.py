@@ -16,38 +16,31 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from gradwire.agent.agent import Agent
 from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
 from gradwire.agent.requests.timer import ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.api import check_scalar_root
-from gradwire.autograd.engine import Engine
 from gradwire.autograd.modes import in_modes
 from gradwire.autograd.scope import enter, leave
 from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
-from gradwire.ids import CallId, ContextId, ForkId, WorkerId
-from gradwire.rpc.behavior import Behavior
+from gradwire.ids import CallId, ContextId, ForkId
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
 from gradwire.rpc.profiling import function_span
 from gradwire.rpc.recompute.checkpoint_run import CalleeRun
-from gradwire.rpc.recompute.generators import Generators
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.permissions import check_kept
-from gradwire.rpc.refs.refs import Content, Raised, Refs, Value
+from gradwire.rpc.refs.refs import Content, Raised, Value
 from gradwire.torch_private import NOTHING, is_profiled
 
 if TYPE_CHECKING:
     from gradwire.rpc.worker import Worker
 
 Use = Callable[[Content], None]
-
-
-_PENDING = object()
 
 
 @final
@@ -109,29 +102,15 @@ class CallScope:
         self.leave()
 
 
-ScopeFactory = Callable[[ContextId | None, float, Source], CallScope]
-"""Enters the scope of a served function: the worker, its context, its deadline, the request."""
-
-
 @final
 class CallServer:
     """Serves calls, fetches and remote backwards that peers ask of one worker."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        engine: Engine,
-        refs: Refs,
-        bodies: BodyCodec,
-        registry: Registry,
-        scope_for: ScopeFactory,
-        behavior: Behavior,
-        generators: Generators,
-    ) -> None:
-        self._agent, self._engine, self._refs = agent, engine, refs
-        self._bodies, self._registry, self._scope_for = bodies, registry, scope_for
-        self._generators = generators
-        self._behavior = behavior
+    def __init__(self, worker: Worker, bodies: BodyCodec, registry: Registry) -> None:
+        agent = self._agent = worker.agent
+        self._engine, self._refs, self._behavior = worker.engine, worker.refs, worker.behavior
+        self._bodies, self._registry, self._generators = bodies, registry, worker.generators
+        self._scope_for = partial(CallScope, worker)
         agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
@@ -145,19 +124,19 @@ class CallServer:
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
             return
-        references, value = call.body.references, _PENDING
+        references = call.body.references
         try:
             value = self._run(call, payload, source, deadline)
-            if type(value) is Later:
-                answer = partial(self._answer_content, source, call.context, deadline, references)
-                self._when_done(value, partial(self._answer_on_pool, source, answer))
-                value = _PENDING
-        finally:
-            if references and value is _PENDING:  # it raised, or its future may take long
+        except BaseException:
+            if references:
                 self._refs.piggybacked.send_separately(references)
-        if value is _PENDING:
-            return
-        if references:
+            raise
+        if type(value) is Later:
+            if references:  # the future may take long
+                self._refs.piggybacked.send_separately(references)
+            answer = partial(self._answer_content, source, call.context, deadline, references)
+            self._when_done(value, source, partial(self._answer_on_pool, source, answer))
+        elif references:
             self._answer_content(source, call.context, deadline, references, Value(value))
         elif not source.cancelled:
             self._answer_value(source, value, call.context, deadline, ())
@@ -193,7 +172,7 @@ class CallServer:
                 self._agent.answer(source, Done(), deadline=deadline)
             value = self._run(call, payload, source, deadline)
             if type(value) is Later:
-                self._when_done(value, settle)
+                self._when_done(value, source, settle)
                 return
             content: Content = Value(value)
         except BaseException as error:  # raised by each fetch of the value
@@ -202,16 +181,14 @@ class CallServer:
         settle(content)
 
     def _run(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
-        """What the function returned; a Later, if that is a future.
-
-        hot: every call served
-        """
+        """What the function returned; a Later, if that is a future. hot: every call served"""
         if call.context is not None:
             try:
                 self._engine.works_in(call.context, source)
             except GradwireError:
                 self._refuse(call, source)
                 raise
+        result = self._result if call.draws is None else self._result_with_draws
         scope = self._scope_for(call.context, deadline, source)
         try:
             grad, inference = call.grad_enabled, call.inference
@@ -221,43 +198,36 @@ class CallServer:
                     torch.inference_mode(inference),
                     torch.set_grad_enabled(grad),
                 ):
-                    return self._result(call, payload, source, deadline)
+                    return result(call, payload, source, deadline)
             # The function runs in the caller's modes. Mostly this thread has them already.
             if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
-                return self._result(call, payload, source, deadline)
+                return result(call, payload, source, deadline)
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                return self._result(call, payload, source, deadline)
+                return result(call, payload, source, deadline)
         finally:
             scope.leave()
 
-    def _result(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
-        if call.draws is None:
-            return self._returned(call, payload, source.worker, deadline)
+    def _result_with_draws(
+        self, call: Call, payload: Payload, source: Source, deadline: float
+    ) -> object:
+        assert call.draws is not None
         me = self._agent.directory.me.name
         served = CalleeRun(self._generators, call.draws, call.function, me)
         try:
-            with served:
-                value = self._returned(call, payload, source.worker, deadline)
+            with served.run:
+                value = self._result(call, payload, source, deadline)
         except Exception as error:  # the caller may catch it, so its draws are sent as well
             source.note = served.note(error)
             raise
         if type(value) is Later:
-
-            def finish(error: BaseException | None) -> None:
-                source.note = served.later_note(error)
-
-            return value._replace(finish=finish)
+            return value._replace(note=served.later_note)
         source.note = served.note()
         return value
 
-    def _returned(self, call: Call, payload: Payload, caller: WorkerId, deadline: float) -> object:
-        body, name = call.body, call.function
+    def _result(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
+        body, name, is_answered = call.body, call.function, call.keep is None
         unpacked = self._bodies.decode(
-            body,
-            payload,
-            source=caller,
-            context=call.context,
-            is_answered=call.keep is None,
+            body, payload, source=source.worker, context=call.context, is_answered=is_answered
         )
         if self._behavior.counts_before_use:
             self._refs.wait_until_all_counted(body.references, deadline)
@@ -267,7 +237,8 @@ class CallServer:
             case _:
                 raise BadMessage("a call came without arguments")
         if name.startswith((".", "!")):
-            function, args = self._function_in_arguments(name, args, deadline)
+            first, args = args[0] if args else None, args[1:]
+            function = self._function_in(first, name, deadline)
         else:
             function = self._registry.lookup(name)
         if is_profiled():
@@ -276,51 +247,46 @@ class CallServer:
         value = function(*args, **kwargs)
         return later_of(function, value) if hasattr(function, LATER) else value
 
-    def _when_done(self, later: Later, use: Use) -> None:
-        later.future.add_done_callback(lambda done: use(self._content_of(done, later)))
+    def _when_done(self, later: Later, source: Source, use: Use) -> None:
+        note = later.note
 
-    def _content_of(self, future: torch.futures.Future[Any], later: Later) -> Content:
-        error: BaseException | None = None
-        try:
-            value = future.value()
-        except BaseException as raised:  # sent to the caller
-            error = raised
-        try:
-            if later.finish is not None:
-                later.finish(error)
-        except BaseException as refused:
-            error = refused
-        return Value(value) if error is None else Raised(self._agent.describe(error))
+        def done(future: torch.futures.Future[Any]) -> None:
+            error: BaseException | None = None
+            try:
+                value = future.value()
+            except BaseException as raised:  # sent to the caller
+                error = raised
+            try:
+                if note is not None:
+                    source.note = note(error)
+            except BaseException as refused:
+                error = refused
+            use(Value(value) if error is None else Raised(self._agent.describe(error)))
+
+        later.future.add_done_callback(done)
 
     def _answer_on_pool(self, source: Source, answer: Use, content: Content) -> None:
         """Answer on the pool: the thread that settles a future may be one that reads a channel."""
         job = partial(self._agent.guarded, source, partial(answer, content))
         self._agent.dispatch.service.submit_or_run(job)
 
-    def _function_in_arguments(
-        self, name: str, args: tuple[object, ...], deadline: float
-    ) -> tuple[Callable[..., object], tuple[object, ...]]:
-        """The function, which is the first argument or a method of it, and the other arguments."""
-        if name.startswith("!"):
-            return self._pickled_function(name, args)
-        handle = getattr(args[0], "handle", None) if args else None
-        if not isinstance(handle, RefHandle):
-            raise BadMessage(f"the method {name[1:]} was called without a reference")
-        value = self._refs.value_here(handle, deadline)
-        return self._registry.method(value, name[1:]), args[1:]
-
-    def _pickled_function(
-        self, name: str, args: tuple[object, ...]
-    ) -> tuple[Callable[..., object], tuple[object, ...]]:
+    def _function_in(self, first: object, name: str, deadline: float) -> Callable[..., object]:
+        """The function of a call whose first argument it is, or the method of that argument."""
+        kind, name = name[0], name[1:]
+        if kind == ".":
+            handle = getattr(first, "handle", None)
+            if not isinstance(handle, RefHandle):
+                raise BadMessage(f"the method {name} was called without a reference")
+            return self._registry.method(self._refs.value_here(handle, deadline), name)
         if not self._behavior.pickle:
             me = self._agent.directory.me.name
             raise NotExposed(
-                f"{name[1:]} was sent to {me} as a function, not by its name",
+                f"{name} was sent to {me} as a function, not by its name",
                 hint="both workers must use gradwire's API, or both torch's",
             )
-        if not args or not callable(args[0]):
-            raise BadMessage(f"the function {name[1:]} did not come with its call")
-        return args[0], args[1:]
+        if not callable(first):
+            raise BadMessage(f"the function {name} did not come with its call")
+        return first
 
     def _answer_content(
         self,
@@ -332,7 +298,7 @@ class CallServer:
     ) -> None:
         """Answer with a value or an error. `references` are those of the call.
 
-        See Note [An answer accepts], refs/server.py.
+        See Note [An answer accepts], refs/exchange.py.
         """
         left = False
         try:
@@ -358,10 +324,8 @@ class CallServer:
         deadline: float,
         accepted: Sequence[ForkId],
     ) -> bool:
-        packed = self._bodies.encode(
-            value, to=source.worker, context=context, place="result", deadline=deadline
-        )
-        if self._agent.events.are_heard:
+        packed = self._bodies.encode(value, source.worker, context, "result", deadline)
+        if self._agent.events.listeners:
             call = CallId(source.worker, source.request)
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
@@ -388,7 +352,8 @@ class CallServer:
         deadline = self._engine.deadline_for_peer(message.seconds)
         handle = RefHandle(message.ref, self._agent.directory.me.id, None)
         self._refs.content(message.ref, source.worker)
-        root = check_scalar_root(checked_tensor(self._refs.value_here(handle, deadline)))
+        root = checked_tensor(self._refs.value_here(handle, deadline))
+        check_scalar_root(root)
         modes = NOTHING if message.modes is None else in_modes(message.modes)
         with self._scope_for(message.context, deadline, source), modes:
             context = self._engine.contexts.find(message.context)

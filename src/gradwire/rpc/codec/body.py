@@ -21,23 +21,18 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.agent.serving.peer_limits import EACH
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import origin_of
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import NotSerializable
 from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior
-from gradwire.rpc.codec.codec import Codec, malformed
+from gradwire.rpc.codec.codec import Codec, from_msgpack, malformed, to_msgpack
 from gradwire.rpc.codec.pickle_codec import PickleCodec
-from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Tag
+from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Place, Tag
 from gradwire.rpc.messages import Body, Reference
-from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import (
-    has_tangent,
-    is_inside_transform,
-    wrapped_by_transform,
-)
+from gradwire.rpc.refs.refs import MessageRefs, Refs
+from gradwire.torch_private import has_tangent, is_inside_transform, wrapped_by_transform
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
     REQUIRES_GRAD,
@@ -52,29 +47,17 @@ _FAST_DEPTH: Final = 2
 """how deep a value of the fast path is nested at most: a call is a tuple of arguments in a tuple"""
 WALK: Final = object()
 """returned by the fast path in place of a value that needs a walk"""
-_to_msgpack = msgspec.msgpack.Encoder().encode
-_from_msgpack = msgspec.msgpack.Decoder().decode
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
-_NO_ARGUMENTS: Final = _to_msgpack([TUPLE, [TUPLE], [DICT]])
-_NONE: Final = _to_msgpack(None)
+_NO_ARGUMENTS: Final = to_msgpack([TUPLE, [TUPLE], [DICT]])
+_NONE: Final = to_msgpack(None)
 
 
 class EncodedBody(msgspec.Struct, frozen=True):
-    """A body that is ready to be sent.
-
-    `payload` holds views of the tensors' memory, so it has to be sent at once. `copies` counts the
-    tensors cut off from the graph because they are copied with an object.
-    """
+    """A body to be sent at once: `payload` holds views of the tensors' memory."""
 
     body: Body
     payload: Sequence[Buffer]
     copies: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes that the receiver will hold."""
-        size = EACH + len(self.body.data)
-        return size + sum(map(len, self.payload)) if self.payload else size
 
 
 class DecodedBody(msgspec.Struct, frozen=True):
@@ -109,20 +92,14 @@ class BodyCodec:
             self._fast_bytes = min(limits.elements, limits.head)
 
     def encode(
-        self,
-        value: object,
-        *,
-        to: WorkerId,
-        context: ContextId | None,
-        place: str | tuple[str, ...],
-        deadline: float,
+        self, value: object, to: WorkerId, context: ContextId | None, place: Place, deadline: float
     ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
         try:
             if self._decode_node is not None:
                 tensors: list[Tensor] = []
                 node = maybe_node(value, tensors)
-                if node is not WALK and len(data := _to_msgpack(node)) <= self._fast_bytes:
+                if node is not WALK and len(data := to_msgpack(node)) <= self._fast_bytes:
                     return self._with_tensors(data, tensors, [], to, context, place)
             with self._refs.packing(to, deadline) as references:
                 data, tensors, copies = self._codec.encode(value, place)
@@ -140,12 +117,17 @@ class BodyCodec:
         references: list[Reference],
         to: WorkerId,
         context: ContextId | None,
-        place: str | tuple[str, ...],
+        place: Place,
     ) -> EncodedBody:
         if not tensors:
             return EncodedBody(Body(data, [], [], references, self._riding_to(to)), ())
-        if is_inside_transform():
-            refuse_transformed(tensors)
+        if is_inside_transform() and (wrapped := wrapped_by_transform(tensors)) is not None:
+            # The memory of a wrapper does not hold its values: a functionalized one's is garbage.
+            raise NotSerializable(
+                "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
+                place=f"tensors[{wrapped}]",
+                hint="use the transform inside the function that is called, not around the call",
+            )
         if has_tangent(tensors):
             raise NotSerializable(
                 "a tensor with a forward-mode tangent, which does not cross workers",
@@ -159,17 +141,13 @@ class BodyCodec:
         body = Body(data, headers, crossings, references, self._riding_to(to))
         return EncodedBody(body, payload)
 
-    def _placed(
-        self, refusal: NotSerializable, value: object, place: str | tuple[str, ...]
-    ) -> NotSerializable:
-        """The refusal of a tensor, with its place in the value instead of its index."""
-        number = _NUMBER.fullmatch(refusal.place)
-        if number is None:
+    def _placed(self, refusal: NotSerializable, value: object, place: Place) -> NotSerializable:
+        """The refusal of a tensor, with its place in the value instead of its index, if known."""
+        number, codec = _NUMBER.fullmatch(refusal.place), self._codec
+        if number is None or not isinstance(codec, Codec):
             return refusal
-        at = self._codec.place_of_tensor(value, place, int(number[1]))
-        return (
-            refusal if at is None else NotSerializable(refusal.message, place=at, hint=refusal.hint)
-        )
+        at = codec.place_of_tensor(value, place, int(number[1])) or refusal.place
+        return NotSerializable(refusal.message, place=at, hint=refusal.hint)
 
     def undo(self, encoded: EncodedBody) -> None:
         """Release what a body holds that was not sent."""
@@ -189,23 +167,13 @@ class BodyCodec:
     ) -> DecodedBody:
         """The value, with its references held and, if `is_recorded`, its graph attached.
 
-        For `is_answered` see Note [An answer accepts], refs/server.py.
+        For `is_answered` see Note [An answer accepts], refs/exchange.py.
         """
-        if not body.references:
-            return self._decode(body, payload, source, context, is_recorded)
-        with self._refs.unpacking(body.references, source, is_answered=is_answered):
-            return self._decode(body, payload, source, context, is_recorded)
-
-    def _decode(
-        self,
-        body: Body,
-        payload: memoryview | None,
-        source: WorkerId,
-        context: ContextId | None,
-        is_recorded: bool,
-    ) -> DecodedBody:
+        came = None  # held here: what the value does not use of it ends with this function
+        if body.references:
+            came = self._refs.unpacking(body.references, source, is_answered=is_answered)
         if not body.tensors:
-            return DecodedBody(self._decode_value(body, (), source))
+            return DecodedBody(self._decode_value(body.data, (), came))
         crossings: Sequence[Crossing] = body.crossings
         try:
             tensors = decode_tensors(body.tensors, payload, self._engine.limits)
@@ -225,10 +193,12 @@ class BodyCodec:
         if cut and self._leaves:
             for n in cut:
                 tensors[n].requires_grad_()
-        return DecodedBody(self._decode_value(body, tensors, source), depth, len(cut))
+        return DecodedBody(self._decode_value(body.data, tensors, came), depth, len(cut))
 
-    def _decode_value(self, body: Body, tensors: Sequence[Tensor], source: WorkerId) -> object:
-        data, decode_node = body.data, self._decode_node
+    def _decode_value(
+        self, data: bytes, tensors: Sequence[Tensor], came: MessageRefs | None
+    ) -> object:
+        decode_node = self._decode_node
         if not tensors and decode_node is not None:
             if data == _NONE:
                 return None
@@ -238,38 +208,19 @@ class BodyCodec:
             decode = partial(self._codec.decode, data, tensors)
         else:
             try:
-                node = _from_msgpack(data)
+                node = from_msgpack(data)
             except Exception as error:
                 raise malformed(error) from error
             value = maybe_value(node, tensors)
             if value is not WALK:
                 return value
             decode = partial(decode_node, node, tensors)
-        if body.references:
+        with came or self._refs.unpacking((), -1):  # without any: hides those of an outer message
             return decode()
-        with self._refs.unpacking((), source):  # hides those of an outer message
-            return decode()
-
-
-def refuse_transformed(tensors: Sequence[Tensor]) -> None:
-    """Refuse the wrappers that torch.func puts around tensors inside a transform.
-
-    Their memory does not hold their values: that of a functionalized tensor is garbage.
-    """
-    wrapped = wrapped_by_transform(tensors)
-    if wrapped is not None:
-        raise NotSerializable(
-            "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
-            place=f"tensors[{wrapped}]",
-            hint="use the transform inside the function that is called, not around the call",
-        )
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
-    """The indices of the tensors in a message that require grad and that no edge records.
-
-    hot: every message with tensors
-    """
+    """The indices of tensors that require grad and that no edge records. hot: each message"""
     cut = [n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD]
     if cut and crossings:
         recorded = {n for crossing in crossings for n in crossing.tensors}
@@ -278,10 +229,7 @@ def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) 
 
 
 def maybe_node(value: object, tensors: list[Tensor]) -> object:
-    """The skeleton of a value, or WALK; appends its tensors to `tensors`.
-
-    hot: every argument list and result
-    """
+    """The skeleton of a value, or WALK; appends to `tensors`. hot: all arguments and results"""
     is_call = False
     if type(value) is not tuple:
         values: tuple[object, ...] = (value,)
@@ -311,42 +259,33 @@ def maybe_node(value: object, tensors: list[Tensor]) -> object:
 
 
 def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:
-    """The value of a skeleton that uses all of these tensors, or WALK.
-
-    hot: every argument list and result
-    """
-    if type(node) is not list or not node or type(node[0]) is not int:
-        return node if type(node) in LEAVES and not tensors else WALK
-    if node[0] == TENSOR:
-        values = _maybe_values([TUPLE, node], tensors)
-        return WALK if values is None else values[0]
-    if node[0] != TUPLE:
-        return WALK
-    if len(node) == 3 and type(node[2]) is list and len(node[2]) == 1:
-        row, (tag,) = node[1:]
-        is_call = type(row) is list and row and type(row[0]) is int and row[0] == TUPLE
-        if not is_call or type(tag) is not int or tag != DICT:
+    """The value of a skeleton that uses all tensors, or WALK. hot: all arguments and results"""
+    is_tuple = type(node) is list and node and type(node[0]) is int and node[0] == TUPLE
+    row: Any = node if is_tuple else (TUPLE, node)
+    is_call = is_tuple and len(row) == 3 and type(row[2]) is list and len(row[2]) == 1
+    if is_call:
+        _, row, (tag,) = row
+        if type(row) is not list or not row or type(row[0]) is not int or row[0] != TUPLE:
             return WALK
-        values = _maybe_values(row, tensors)
-        return WALK if values is None else (tuple(values), {})
-    values = _maybe_values(node, tensors)
-    return WALK if values is None else tuple(values)
-
-
-def _maybe_values(row: Node, tensors: Sequence[Tensor]) -> list[object] | None:
+        if type(tag) is not int or tag != DICT:
+            return WALK
     values: list[object] = []
     used = 0
-    for node in row[1:]:
-        if type(node) in LEAVES:
-            values.append(node)
-        elif type(node) is list and len(node) == 2 and type(node[0]) is int and node[0] == TENSOR:
-            if node[1] != used or used == len(tensors):
-                return None
+    for one in row[1:]:
+        if type(one) in LEAVES:
+            values.append(one)
+        elif type(one) is list and len(one) == 2 and type(one[0]) is int and one[0] == TENSOR:
+            if one[1] != used or used == len(tensors):
+                return WALK
             values.append(tensors[used])
             used += 1
         else:
-            return None
-    return values if used == len(tensors) else None
+            return WALK
+    if used != len(tensors):
+        return WALK
+    if is_call:
+        return tuple(values), {}
+    return tuple(values) if is_tuple else values[0]
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

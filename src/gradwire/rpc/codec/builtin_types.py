@@ -55,10 +55,6 @@ def _by_attribute(owner: object, n: int) -> str:
     return f".{names[n]}"
 
 
-def _in_set(_: object, __: int) -> str:
-    return "{...}"
-
-
 def _filled(value: D, flat: list[object]) -> D:
     """The dict, filled from a flat list of keys and values in turn."""
     value.update(zip(flat[::2], flat[1::2], strict=True))
@@ -169,12 +165,12 @@ def _slice_of(start: object, stop: object, step: object) -> slice:
     return slice(start, stop, step)
 
 
-def _complex_of(_tag: object, real: object, imag: object) -> complex:
-    return complex(exactly(real, float), exactly(imag, float))
-
-
 def _ellipsis_of(_tag: object) -> EllipsisType:
     return ...
+
+
+def _complex_of(_tag: object, real: object, imag: object) -> complex:
+    return complex(exactly(real, float), exactly(imag, float))
 
 
 # -- numpy
@@ -199,10 +195,8 @@ def _decode_array(walk: Decoder, node: Node) -> object:
     if any(size < 0 for size in sizes):
         raise BadMessage(f"an encoded array has the shape {sizes}")
     items = tensor.numpy().view(_dtype(text))
-    if (
-        items.dtype.kind == "U"
-        and (items.view(items.dtype.byteorder + "u4") > sys.maxunicode).any()
-    ):
+    dtype = items.dtype
+    if dtype.kind == "U" and (items.view(dtype.byteorder + "u4") > sys.maxunicode).any():
         raise BadMessage("an encoded array of text holds a code point that is no character")
     return items.reshape(sizes, order="F" if exactly(fortran, bool) else "C")
 
@@ -252,8 +246,8 @@ ENCODERS: dict[type, TypeEncoder] = {
     list: lambda walk, value: walk.children([Tag.LIST], value, value, by_index),
     tuple: lambda walk, value: walk.children([Tag.TUPLE], value, value, by_index),
     dict: _encode_dict,
-    set: lambda walk, value: walk.children([Tag.SET], value, value, _in_set),
-    frozenset: lambda walk, value: walk.children([Tag.FROZENSET], value, value, _in_set),
+    set: lambda walk, value: walk.children([Tag.SET], value, value, lambda *_: "{...}"),
+    frozenset: lambda walk, value: walk.children([Tag.FROZENSET], value, value, lambda *_: "{...}"),
     Tensor: tensor_node,
     Parameter: tensor_node,
     int: _encode_int,

@@ -10,18 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Generator,
-    ItemsView,
-    Iterator,
-    KeysView,
-    Sequence,
-    ValuesView,
-)
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, final
+from collections import abc
+from typing import NoReturn, final
 
 import msgspec
 import numpy as np
@@ -31,27 +21,51 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types, user_codecs
+from gradwire.rpc.codec import builtin_types, named_types
+from gradwire.rpc.codec.pickle_codec import PickleCodec
 from gradwire.rpc.codec.walk import (
     END_OF_TAGS,
     FIRST_EXTENSION,
+    Conversion,
     Decoder,
+    Encoded,
     Encoder,
-    Names,
     Node,
+    Place,
     Tag,
     TypeDecoder,
     TypeEncoder,
     exactly,
-    type_name,
 )
+from gradwire.rpc.expose.names import type_name
+from gradwire.rpc.expose.registry import Registry
 from gradwire.wire.message import check_arrived, check_leaving
 
-T = TypeVar("T")
+to_msgpack = msgspec.msgpack.Encoder().encode
+from_msgpack = msgspec.msgpack.Decoder().decode
 
 _PLAIN_BASES = (Tensor, np.ndarray, dict, list, tuple, set, frozenset, str, bytes, int, float)
-_FUTURES = (torch._C.Future, concurrent.futures.Future, asyncio.Future)
-_LISTED = (Iterator, KeysView, ItemsView, ValuesView)
+# What cannot even be pickled: types, what errors call their values, and a hint.
+_NEVER_SENT: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
+    (
+        abc.Coroutine,
+        "the coroutine of an `async def` function",
+        "declare the function with def; one that answers later is decorated with "
+        "@gradwire.async_execution and returns a future",
+    ),
+    ((abc.Generator, abc.AsyncGenerator), "a generator", "return or send a list of what it yields"),
+    (
+        (torch._C.Future, concurrent.futures.Future, asyncio.Future),
+        "a future",
+        "send what it brings, as future.wait() returns it; a function that returns a "
+        "torch or gradwire future is decorated with @gradwire.async_execution",
+    ),
+    (
+        (abc.Iterator, abc.KeysView, abc.ItemsView, abc.ValuesView),
+        "a {}",
+        "send a list of what it yields, list(...)",
+    ),
+)
 _MODULE_HINT = (
     "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
     "(gradwire.remote), or send its state_dict()"
@@ -63,36 +77,13 @@ _TWO_WAYS = (
 _PICKLE_HINT = "Options(pickle=True) loads them; a peer that may send one may run any code here"
 
 
-class Encoded(NamedTuple):
-    """A value as bytes, and the tensors it refers to by index; their bytes are sent separately.
-
-    `copies` counts the tensors that require grad but are copied into the bytes, so that no gradient
-    comes back to them. Only a pickle has such.
-    """
-
-    data: bytes
-    tensors: list[Tensor]
-    copies: int = 0
-
-
-class Fallback(Protocol):
-    """A codec for the values that `Codec` itself does not encode."""
-
-    def encode(self, value: object, place: str) -> Encoded:
-        """The value as bytes, and the tensors in it."""
-
-    def decode(self, data: bytes, tensors: Sequence[Tensor]) -> object:
-        """The value that was encoded."""
-
-
 @final
 class Codec:
-    """Encodes and decodes arguments and results.
+    """Encodes and decodes values on any thread; what is not data by `fallback`, if given."""
 
-    Any number of threads may use it at once. Values that are not data go to `fallback`, if given.
-    """
-
-    def __init__(self, names: Names, limits: Limits, fallback: Fallback | None = None) -> None:
+    def __init__(
+        self, names: Registry, limits: Limits, fallback: PickleCodec | None = None
+    ) -> None:
         self._names, self._limits, self._fallback = names, limits, fallback
         self._encoders: dict[type, TypeEncoder] = {
             **builtin_types.ENCODERS,
@@ -101,22 +92,11 @@ class Codec:
         self._decoders: dict[int, TypeDecoder] = {
             **builtin_types.DECODERS,
             **named_types.DECODERS,
-            **user_codecs.DECODERS,
             Tag.PICKLED: self._decode_fallback,
         }
         self._extended: list[type] = []
-        self._to_msgpack = msgspec.msgpack.Encoder().encode
-        self._from_msgpack: Callable[[bytes | memoryview], object] = (
-            msgspec.msgpack.Decoder().decode
-        )
 
-    def extend(
-        self,
-        kind: type[T],
-        tag: int,
-        encode: Callable[[T], object],
-        decode: Callable[[Any], object],
-    ) -> None:
+    def extend(self, kind: type, tag: int, encode: Conversion, decode: Conversion) -> None:
         """Encode values of exactly this type as what `encode` returns.
 
         That must be plain: None, numbers, text, bytes, lists of these. A peer may send anything
@@ -133,14 +113,11 @@ class Codec:
         self._encoders[kind] = lambda _, value: [tag, encode(value)]
         self._decoders[tag] = decode_extension
 
-    def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
-        """Encode a value; NotSerializable says where in `place` the refused part is.
-
-        `place` is what errors call the value or, if a tuple, each of its elements.
-        """
+    def encode(self, value: object, place: Place = "args") -> Encoded:
+        """Encode a value; NotSerializable says where in `place` the refused part is."""
         walk = Encoder(self._encoders, self._find_encoder, self._names, self._limits.depth)
         try:
-            data = self._to_msgpack(walk.node(value))
+            data = to_msgpack(walk.node(value))
             check_leaving(data, self._limits.elements)
         except NotSerializable as refusal:
             raise _placed(refusal, place) from None
@@ -153,14 +130,9 @@ class Codec:
             )
         return Encoded(data, walk.tensors, walk.copies)
 
-    def place_of_tensor(
-        self, value: object, place: str | tuple[str, ...], index: int
-    ) -> str | None:
-        """Where in `place` the tensor with this index is. Walks again, so only for an error.
-
-        None if that is not known, as inside a pickle.
-        """
-        if self._fallback is not None:
+    def place_of_tensor(self, value: object, place: Place, index: int) -> str | None:
+        """Where in `place` this tensor is, if known. Walks again, so only for an error."""
+        if self._fallback is not None:  # a pickle has no order of tensors
             return None
 
         def find(walk: Encoder, tensor: Tensor) -> Node:
@@ -178,17 +150,17 @@ class Codec:
             return _placed(found, place).place
         return None
 
-    def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
+    def decode(self, data: bytes | memoryview, tensors: abc.Sequence[Tensor]) -> object:
         """The value that was encoded; raises BadMessage, or NotExposed for a name unknown here."""
         if len(data) > self._limits.elements:
             check_arrived(data, self._limits.elements)
         try:
-            node = self._from_msgpack(data)
+            node = from_msgpack(data)
         except Exception as error:
             raise malformed(error) from error
         return self.decode_node(node, tensors)
 
-    def decode_node(self, node: object, tensors: Sequence[Tensor]) -> object:
+    def decode_node(self, node: object, tensors: abc.Sequence[Tensor]) -> object:
         """The same from its skeleton."""
         walk = Decoder(self._decoders, self._names, self._limits.depth, tensors)
         try:
@@ -202,8 +174,8 @@ class Codec:
         return value
 
     def _find_encoder(self, kind: type) -> TypeEncoder:
-        encoder = user_codecs.maybe_encoder(kind) or named_types.maybe_encoder(kind)
-        if encoder is None and maybe_refusal(kind) is not None:
+        encoder = named_types.maybe_encoder(kind)
+        if encoder is None and any(issubclass(kind, kinds) for kinds, *_ in _NEVER_SENT):
             encoder = _refuse
         if encoder is None and self._fallback is not None:
             encoder = self._encode_fallback
@@ -233,7 +205,7 @@ def malformed(error: Exception) -> BadMessage:
     return BadMessage(f"an encoded value is malformed: {type(error).__name__}: {error}")
 
 
-def _placed(refusal: NotSerializable, place: str | tuple[str, ...]) -> NotSerializable:
+def _placed(refusal: NotSerializable, place: Place) -> NotSerializable:
     if isinstance(place, str):
         return refusal.inside(place)
     for index, name in enumerate(place):
@@ -245,11 +217,11 @@ def _placed(refusal: NotSerializable, place: str | tuple[str, ...]) -> NotSerial
 
 
 def _refuse(_walk: Encoder, value: object) -> NoReturn:
-    refusal = maybe_refusal(type(value))
-    assert refusal is not None, f"{type(value).__name__} was refused without a reason"
-    if isinstance(value, Coroutine):
+    """The encoder of the types in _NEVER_SENT."""
+    if isinstance(value, abc.Coroutine):
         value.close()  # or Python warns that it was never awaited
-    raise refusal
+    what, hint = next(rest for kinds, *rest in _NEVER_SENT if isinstance(value, kinds))
+    raise NotSerializable(f"{what.format(type(value).__name__)} cannot be serialized", hint=hint)
 
 
 def _refused_type(kind: type) -> NotSerializable:
@@ -261,26 +233,3 @@ def _refused_type(kind: type) -> NotSerializable:
     else:
         hint = _TWO_WAYS if base is None else f"send it as a plain {base.__name__}, {_TWO_WAYS}"
     return NotSerializable(f"a value of type {type_name(kind)} cannot be serialized", hint=hint)
-
-
-def maybe_refusal(kind: type) -> NotSerializable | None:
-    """The error for a type that cannot even be pickled; None for any other."""
-    if issubclass(kind, Coroutine):
-        subject, hint = (
-            "the coroutine of an `async def` function",
-            "declare the function with def; one that answers later is decorated with "
-            "@gradwire.async_execution and returns a future",
-        )
-    elif issubclass(kind, Generator | AsyncGenerator):
-        subject, hint = "a generator", "return or send a list of what it yields"
-    elif issubclass(kind, _FUTURES):
-        subject, hint = (
-            "a future",
-            "send what it brings, as future.wait() returns it; a function that returns a "
-            "torch or gradwire future is decorated with @gradwire.async_execution",
-        )
-    elif issubclass(kind, _LISTED):
-        subject, hint = f"a {kind.__name__}", "send a list of what it yields, list(...)"
-    else:
-        return None
-    return NotSerializable(f"{subject} cannot be serialized", hint=hint)

@@ -1,4 +1,5 @@
-"""Encodes values by an exposed name: functions, classes, enums, namedtuples and dataclasses.
+"""Encodes values by a name: functions, classes, enums, namedtuples, dataclasses, and those that
+have a codec of the user's.
 
 An enum is sent as the name of its member, a namedtuple or dataclass as its fields. A dataclass is
 rebuilt field by field without its constructor, as `copy` does: `__init__` takes no init=False
@@ -7,32 +8,28 @@ time, and frozen classes and slots need no special case. So only fields can arri
 with other attributes is refused; values of a cached_property are dropped, to be computed again.
 
 The names of the fields are sent too, so that two workers with different versions of a class do not
-silently swap its values. This file does not know tensors.
+silently swap its values.
+
+A user's codec turns a value into others, which are encoded by the same rules. The table of codecs
+is filled as modules are imported, like that of @expose, and a peer's names are only compared with
+it. The codec has to check what it decodes, because a peer may send anything instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import Enum, Flag
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from gradwire.errors import BadMessage, NotSerializable
+from gradwire.errors import ArgumentTypeError, BadMessage, NotExposed, NotSerializable
 from gradwire.rpc.codec.builtin_types import by_index
-from gradwire.rpc.codec.walk import (
-    Decoder,
-    Encoder,
-    Node,
-    Tag,
-    TypeDecoder,
-    TypeEncoder,
-    exactly,
-    type_name,
-)
+from gradwire.rpc.codec.walk import Decoder, Encoder, Node, Tag, TypeDecoder, TypeEncoder, exactly
+from gradwire.rpc.expose.names import plain_name, type_name
 
 T = TypeVar("T")
 
@@ -44,20 +41,48 @@ _RETURN_TYPES = {
 # CPython sets this flag on every class made by a class statement.
 _IS_HEAP_TYPE = 1 << 9
 
+_BY_TYPE: dict[type, tuple[str, Callable[[Any], object]]] = {}
+_BY_NAME: dict[str, Callable[[Any], object]] = {}
 
-class MadeOfParts(Protocol):
-    """A class of a higher layer that is encoded as a few values, such as RemoteModule."""
 
-    def _to_parts(self) -> tuple[object, ...]:
-        """The values to send; anything that can be serialized."""
+def register_codec(
+    cls: type[T], encode: Callable[[T], object], decode: Callable[[Any], T]
+) -> type[T]:
+    """Serialize values of exactly this class as what `encode` returns for them.
 
-    @classmethod
-    def _from_parts(cls, *parts: Any) -> object:  # noqa: ANN401
-        """The object again; has to check what a peer sent."""
+    That may be anything that can be serialized. `decode` makes the value again, on a worker that
+    has called this too; it gets what a peer sent, and should raise if that makes no sense. Call
+    this where the class is defined, before a value of it is sent.
+
+    >>> gradwire.register_codec(Fraction, str, Fraction)
+    """
+    if not isinstance(cls, type):
+        raise ArgumentTypeError(f"a codec is for a class, not for a {type(cls).__name__} object")
+    name = plain_name(cls)
+    _BY_TYPE[cls], _BY_NAME[name] = (name, encode), decode
+    return cls
+
+
+def _encode_registered(walk: Encoder, value: object) -> object:
+    name, encode = _BY_TYPE[type(value)]
+    return walk.children([Tag.REGISTERED, name], value, (encode(value),), lambda *_: "")
+
+
+def _decode_registered(walk: Decoder, node: Node) -> object:
+    _, name, _ = node
+    decode = _BY_NAME.get(exactly(name, str))
+    if decode is None:
+        raise NotExposed(
+            f"{name!r:.200} has no codec on this worker",
+            hint="call gradwire.register_codec there too, where the class is defined",
+        )
+    return decode(*walk.children(node, 2))
 
 
 def maybe_encoder(kind: type) -> TypeEncoder | None:
     """The encoder of a type that was not seen before, if its values are sent by a name."""
+    if kind in _BY_TYPE:
+        return _encode_registered
     if issubclass(kind, type):
         return _encode_named
     if issubclass(kind, Enum):
@@ -117,27 +142,27 @@ def _encode_named_tuple(walk: Encoder, value: tuple[object, ...]) -> object:
 
 
 def _decode_named_tuple(walk: Decoder, node: Node) -> object:
-    _, name, told, *items = node
-    kind = _class(walk, name, tuple)
-    _check_fields(kind, told, len(items))
+    kind = _class(walk, node[1], tuple)
     # Not the class's own constructor: in a subclass it may take other arguments.
-    return tuple.__new__(kind, walk.children(node, 3))
+    return tuple.__new__(kind, _values_of_fields(walk, node, kind))
 
 
-def _check_fields(kind: type, told: object, count: int) -> None:
-    known = _fields_of(kind)
+def _values_of_fields(walk: Decoder, node: Node, kind: type) -> list[object]:
+    _, _, told, *items = node
+    known, count = _fields_of(kind), len(items)
     if told != ",".join(known) or count != len(known):
         raise BadMessage(
             f"{count} values came as the fields {told} of {type_name(kind)}, which here are "
             f"{','.join(known) or 'none'}",
             hint="run the same version of the program on every worker",
         )
+    return walk.children(node, 3)
 
 
 def _encode_dataclass(walk: Encoder, value: object) -> object:
     kind = type(value)
     names = _fields_of(kind)
-    _refuse_more(kind, _attributes_of(value) - set(names) - _computed_by(kind))
+    _refuse_more(kind, _attributes_of(value) - set(names))
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise NotSerializable(
@@ -149,13 +174,11 @@ def _encode_dataclass(walk: Encoder, value: object) -> object:
 
 
 def _decode_dataclass(walk: Decoder, node: Node) -> object:
-    _, name, told, *items = node
-    kind = _class(walk, name, object)
+    kind = _class(walk, node[1], object)
     if not dataclasses.is_dataclass(kind) or not _is_made_of_fields(kind):
-        raise BadMessage(f"{name} is no dataclass here")
-    _check_fields(kind, told, len(items))
+        raise BadMessage(f"{node[1]} is no dataclass here")
     value = object.__new__(kind)
-    for field, item in zip(_fields_of(kind), walk.children(node, 3), strict=True):
+    for field, item in zip(_fields_of(kind), _values_of_fields(walk, node, kind), strict=True):
         object.__setattr__(value, field, item)
     return value
 
@@ -166,22 +189,15 @@ def _is_made_of_fields(kind: type) -> bool:
 
 
 def _attributes_of(value: object) -> set[str]:
-    """Every attribute of an instance, in its dict or in a slot of any of its classes."""
-    slots = set[str]()
+    """The attributes of an instance that are not computed, in its dict or in a slot of a class."""
+    slots, computed = set[str](), set[str]()
     for base in type(value).__mro__:
         declared = vars(base).get("__slots__", ())
         slots |= {declared} if isinstance(declared, str) else set(declared)
-    slots -= {"__dict__", "__weakref__"}
-    return {slot for slot in slots if hasattr(value, slot)} | getattr(value, "__dict__", {}).keys()
-
-
-def _computed_by(kind: type) -> set[str]:
-    return {
-        name
-        for base in kind.__mro__
-        for name, attribute in vars(base).items()
-        if isinstance(attribute, cached_property)
-    }
+        attributes = vars(base).items()
+        computed |= {name for name, one in attributes if isinstance(one, cached_property)}
+    slots = {slot for slot in slots - {"__dict__", "__weakref__"} if hasattr(value, slot)}
+    return (slots | getattr(value, "__dict__", {}).keys()) - computed
 
 
 def _refuse_more(kind: type, attributes: Collection[str]) -> None:
@@ -202,16 +218,18 @@ def _decode_return_type(walk: Decoder, node: Node) -> object:
     return kind(walk.children(node, 2))
 
 
-def _encode_parts(walk: Encoder, value: MadeOfParts) -> object:
+def _encode_parts(walk: Encoder, value: Any) -> object:  # noqa: ANN401
+    # A class of a higher layer, such as RemoteModule, that is sent as a few values. Its class
+    # method _from_parts makes the object again, and has to check what a peer sent.
     node: Node = [Tag.PARTS, walk.name_of(type(value))]
     return walk.children(node, value, value._to_parts(), by_index)
 
 
 def _decode_parts(walk: Decoder, node: Node) -> object:
-    kind = _class(walk, node[1], object)
+    kind: Any = _class(walk, node[1], object)
     if not hasattr(kind, "_to_parts"):
         raise BadMessage(f"{node[1]} is not made of parts here")
-    return cast(type[MadeOfParts], kind)._from_parts(*walk.children(node, 2))
+    return kind._from_parts(*walk.children(node, 2))
 
 
 ENCODERS: dict[type, TypeEncoder] = {
@@ -229,4 +247,5 @@ DECODERS: dict[int, TypeDecoder] = {
     Tag.DATACLASS: _decode_dataclass,
     Tag.RETURN_TYPE: _decode_return_type,
     Tag.PARTS: _decode_parts,
+    Tag.REGISTERED: _decode_registered,
 }

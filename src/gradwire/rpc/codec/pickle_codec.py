@@ -27,8 +27,8 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import FunctionType, ModuleType, NoneType
-from typing import Any, TypeVar, final
+from types import FunctionType, ModuleType
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -36,18 +36,15 @@ from torch._C import ScriptFunction
 from torch.jit import ScriptModule
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
-from gradwire.rpc.codec.codec import Encoded
+from gradwire.rpc.codec.walk import LEAVES, Conversion, Encoded, Place
 from gradwire.rpc.expose.async_execution import LATER, async_execution
 from gradwire.rpc.expose.names import one_main
 
-T = TypeVar("T")
-Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
-Reducers = Mapping[type, Callable[[Any], Any]]
+Reducers = Mapping[type, Conversion]
 _ROOT = "__torch__."
 _TENSOR = -1
 _PARAMETER = -2
 _SEQUENCES = (list, tuple, set, frozenset)
-_LEAVES = frozenset({NoneType, bool, int, float, str, bytes})
 
 
 @final
@@ -62,31 +59,18 @@ class PickleCodec:
     ) -> None:
         self._reducers: Reducers = {} if reducers is None else reducers
         self._restores = restores_parameters
-        self._encoders: dict[type, tuple[int, Callable[[Any], object]]] = {}
-        self._decoders: dict[int, Callable[[Any], object]] = {}
+        self._encoders: dict[type, tuple[int, Conversion]] = {}
+        self._decoders: dict[int, Conversion] = {}
 
-    def extend(
-        self,
-        kind: type[T],
-        tag: int,
-        encode: Callable[[T], object],
-        decode: Callable[[Any], object],
-    ) -> None:
+    def extend(self, kind: type, tag: int, encode: Conversion, decode: Conversion) -> None:
         """Encode values of exactly this type as what `encode` returns."""
         self._encoders[kind] = tag, encode
         self._decoders[tag] = decode
 
-    def place_of_tensor(
-        self, _value: object, _place: str | tuple[str, ...], _index: int
-    ) -> str | None:
-        """None: the order of tensors in a pickle is not known."""
-        return None
-
-    def encode(self, value: object, place: str | tuple[str, ...] = "args") -> Encoded:
+    def encode(self, value: object, place: Place = "args") -> Encoded:
         """The value as a pickle and its tensors; raises NotSerializable."""
         data = io.BytesIO()
-        parameters = {id(parameter) for parameter in _parameters(value)}
-        pickler = _Pickler(data, self._encoders, self._reducers, parameters)
+        pickler = _Pickler(data, self, value)
         try:
             pickler.dump(value)
         except GradwireError:
@@ -99,7 +83,7 @@ class PickleCodec:
     def decode(self, data: bytes | memoryview, tensors: Sequence[Tensor]) -> object:
         """The value that was encoded."""
         try:
-            return _Unpickler(io.BytesIO(data), self._decoders, tensors, self._restores).load()
+            return _Unpickler(io.BytesIO(data), self, tensors).load()
         except GradwireError:
             raise
         except (AttributeError, ImportError) as error:
@@ -145,15 +129,10 @@ class _PlainPickler(pickle.Pickler):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(
-        self,
-        file: io.BytesIO,
-        encoders: dict[type, tuple[int, Callable[[Any], object]]],
-        reducers: Reducers,
-        parameters: set[int],
-    ) -> None:
+    def __init__(self, file: io.BytesIO, codec: PickleCodec, value: object) -> None:
         super().__init__(file)
-        self._encoders, self._reducers, self._parameters = encoders, reducers, parameters
+        self._encoders, self._reducers = codec._encoders, codec._reducers
+        self._parameters = {id(parameter) for parameter in _parameters(value)}
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.copies = 0
@@ -182,10 +161,13 @@ class _Pickler(pickle.Pickler):
             return reducer(value)
         if hasattr(type(value), "_to_parts"):
             return type(value)._from_parts, value._to_parts()  # type: ignore[attr-defined]
-        scripted = maybe_reduced(value)
-        if scripted is not None:
-            return scripted
+        if isinstance(value, ScriptFunction):
+            return function_named, (value.qualified_name,)
+        if isinstance(value, ScriptModule):
+            return module_from, (value.save_to_buffer(),)
         if isinstance(value, FunctionType):
+            if isinstance(marked := getattr(value, LATER, None), ScriptFunction):
+                return async_execution, (marked,)
             is_nameless = "<lambda>" in value.__qualname__ or "<locals>" in value.__qualname__
             if is_nameless and importlib.util.find_spec("cloudpickle") is not None:
                 return pickle.loads, (_by_cloudpickle(value, self._note_copy),)
@@ -199,31 +181,22 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        file: io.BytesIO,
-        decoders: dict[int, Callable[[Any], object]],
-        tensors: Sequence[Tensor],
-        restores_parameters: bool,
-    ) -> None:
+    def __init__(self, file: io.BytesIO, codec: PickleCodec, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
-        self._decoders, self._tensors, self._restores = decoders, tensors, restores_parameters
+        self._decoders, self._tensors, self._restores = codec._decoders, tensors, codec._restores
         self._restored: dict[int, nn.Parameter] = {}
 
     def persistent_load(self, pid: Any) -> object:  # noqa: ANN401
         """Find the tensor or reference that came beside the pickle."""
         tag, data = pid
-        if tag == _TENSOR:
-            return self._tensors[data]
-        return self._parameter(data) if tag == _PARAMETER else self._decoders[tag](data)
-
-    def _parameter(self, place: int) -> Tensor:
-        tensor = self._tensors[place]
-        if tensor.grad_fn is not None or not self._restores:
+        if tag not in (_TENSOR, _PARAMETER):
+            return self._decoders[tag](data)
+        tensor = self._tensors[data]
+        if tag == _TENSOR or tensor.grad_fn is not None or not self._restores:
             return tensor
-        if place not in self._restored:  # one object, however often it is named
-            self._restored[place] = nn.Parameter(tensor, tensor.requires_grad)
-        return self._restored[place]
+        if data not in self._restored:  # one object, however often it is named
+            self._restored[data] = nn.Parameter(tensor, tensor.requires_grad)
+        return self._restored[data]
 
 
 def _parameters(value: object, seen: set[int] | None = None) -> Iterator[nn.Parameter]:
@@ -237,7 +210,7 @@ def _parameters(value: object, seen: set[int] | None = None) -> Iterator[nn.Para
         return
     seen.add(id(value))
     for one in inside:
-        if type(one) not in _LEAVES:
+        if type(one) not in LEAVES:
             yield from _parameters(one, seen)
 
 
@@ -263,16 +236,6 @@ def _by_cloudpickle(function: FunctionType, note: Callable[[object], None]) -> b
     file = io.BytesIO()
     Pickler(file).dump(function)
     return file.getvalue()
-
-
-def maybe_reduced(value: object) -> Reduced | None:
-    """The reduced form of TorchScript, or of a TorchScript function with `async_execution`."""
-    if isinstance(value, ScriptFunction):
-        return function_named, (value.qualified_name,)
-    if isinstance(value, ScriptModule):
-        return module_from, (value.save_to_buffer(),)
-    marked = getattr(value, LATER, None) if isinstance(value, FunctionType) else None
-    return (async_execution, (marked,)) if isinstance(marked, ScriptFunction) else None
 
 
 def function_named(name: str) -> Any:  # noqa: ANN401

@@ -10,20 +10,22 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from torch import Tensor
 
 from gradwire.errors import BadMessage, NotExposed, NotSerializable, OverLimit
+from gradwire.rpc.expose.registry import Registry
 
 Node = list[object]
 TypeEncoder = Callable[["Encoder", Any], object]
 TypeDecoder = Callable[["Decoder", Node], object]
 Step = Callable[[Any, int], str]
+Conversion = Callable[[Any], object]
+Place = str | tuple[str, ...]
+"""what errors call a value or, if a tuple, each of its elements"""
 
 T = TypeVar("T")
-
-EXPOSE_HINT = "expose it with @gradwire.expose"
 
 AS_THEY_ARE = frozenset({NoneType, bool, float, bytes})
 LEAVES = AS_THEY_ARE | {int, str}
@@ -65,14 +67,16 @@ class Tag:
     PICKLED = 26
 
 
-class Names(Protocol):
-    """Maps functions and classes to the names that stand for them in messages, and back."""
+class Encoded(NamedTuple):
+    """A value as bytes, and the tensors it refers to by index; their bytes are sent separately.
 
-    def name_of(self, obj: Any) -> str:  # noqa: ANN401  (a function or a class)
-        """The name of a function or class; raises NotExposed."""
+    `copies` counts the tensors that require grad but are copied into the bytes, so that no gradient
+    comes back to them. Only a pickle has such.
+    """
 
-    def lookup(self, name: str) -> object:
-        """The function or class of that name; raises NotExposed."""
+    data: bytes
+    tensors: list[Tensor]
+    copies: int = 0
 
 
 @final
@@ -85,7 +89,7 @@ class Encoder:
         self,
         encoders: Mapping[type, TypeEncoder],
         find_encoder: Callable[[type], TypeEncoder],
-        names: Names,
+        names: Registry,
         depth: int,
     ) -> None:
         self.tensors: list[Tensor] = []
@@ -94,10 +98,7 @@ class Encoder:
         self._depth = self._left = depth
 
     def node(self, value: object) -> object:
-        """The skeleton of one value.
-
-        hot: every argument and result
-        """
+        """The skeleton of one value. hot: every argument and result"""
         kind = type(value)
         if kind in AS_THEY_ARE:
             return value
@@ -129,13 +130,12 @@ class Encoder:
         self._left += 1
         return node
 
-    def name_of(self, named: object) -> str:
+    def name_of(self, named: Any) -> str:  # noqa: ANN401  (a function or a class)
         """The name that stands for a function or class."""
         try:
             return self._names.name_of(named)
         except NotExposed as refusal:
-            hint = refusal.hint or EXPOSE_HINT
-            raise NotSerializable(refusal.message, hint=hint) from None
+            raise NotSerializable(refusal.message, hint=refusal.hint) from None
 
 
 @final
@@ -147,7 +147,7 @@ class Decoder:
     def __init__(
         self,
         decoders: Mapping[int, TypeDecoder],
-        names: Names,
+        names: Registry,
         depth: int,
         tensors: Sequence[Tensor],
     ) -> None:
@@ -156,10 +156,7 @@ class Decoder:
         self._next = 0
 
     def value(self, node: object) -> object:
-        """The value of one node.
-
-        hot: every argument and result
-        """
+        """The value of one node. hot: every argument and result"""
         if type(node) is not list:
             if type(node) in LEAVES:
                 return node
@@ -207,10 +204,3 @@ def exactly(value: object, kind: type[T]) -> T:
         shown = reprlib.repr(value)
         raise BadMessage(f"an encoded value holds {shown} where a {kind.__name__} was expected")
     return value
-
-
-def type_name(kind: type) -> str:
-    """The full name of a type, for messages."""
-    # A spawned process calls its script __mp_main__, a name that users do not know.
-    home = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
-    return f"{home}.{kind.__qualname__}"

@@ -35,11 +35,11 @@ class Later(NamedTuple):
     """A result that a future will have."""
 
     future: torch.futures.Future[Any]
-    finish: Callable[[BaseException | None], object] | None = None
-    """called when the future is done, with its error or None; what this raises is the result"""
+    note: Callable[[BaseException | None], bytes] | None = None
+    """the note of the answer, for the error of the future or None; may raise another error"""
 
 
-def result_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:
+def result_of(function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> object:
     """What the function returns, or Later if it is marked with `async_execution`."""
     value = function(*args, **kwargs)
     return later_of(function, value) if hasattr(function, LATER) else value

@@ -17,7 +17,6 @@ from torch import nn
 
 from gradwire.errors import NotExposed
 from gradwire.rpc.expose import torch_allowlist
-from gradwire.rpc.expose.torch_allowlist import names as torch_names
 
 Function = Callable[..., object]
 
@@ -25,14 +24,13 @@ _DEFINE_HINT = "define it with def at module level and expose it"
 
 
 def name_of(target: Function) -> str:
-    """The name of a function or class; NotExposed if the name does not lead back to it.
-
-    hot: every call
-    """
+    """The name of a function or class; NotExposed if it does not lead back. hot: every call"""
     # The calls of a program are mostly of these two types, which need no further look.
     is_plain = type(target) is FunctionType
     is_common = is_plain or type(target) is BuiltinFunctionType
-    listed = torch_names().get(target) if is_common else torch_allowlist.maybe_name(target)
+    listed = (
+        torch_allowlist.names().get(target) if is_common else torch_allowlist.maybe_name(target)
+    )
     if listed is not None:
         return listed
     if is_plain:
@@ -64,10 +62,8 @@ def plain_name(target: object) -> str:
     """The name of where a function or class was defined; refused unless at module level."""
     home, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(home, str) or not isinstance(qualname, str):
-        raise NotExposed(
-            f"{described(target)} has no name to be called by",
-            hint=_nameless_hint(target),
-        )
+        message = f"{described(target)} has no name to be called by"
+        raise NotExposed(message, hint=_nameless_hint(target))
     return _place_of(home, qualname)[0]
 
 
@@ -76,9 +72,8 @@ def _place_of(home: str, qualname: str) -> tuple[str, tuple[str, ...]]:
     """The name of what is defined there, and its parts; refused unless at module level."""
     name = f"{one_main(home)}:{qualname}"
     if qualname.endswith("<lambda>"):
-        raise NotExposed(
-            f"{name} is a lambda, which has no name to be called by", hint=_DEFINE_HINT
-        )
+        message = f"{name} is a lambda, which has no name to be called by"
+        raise NotExposed(message, hint=_DEFINE_HINT)
     if "<locals>" in qualname:
         raise NotExposed(f"{name} is local: no other worker could find it", hint=_DEFINE_HINT)
     return name, steps(name)
@@ -92,6 +87,11 @@ def one_main(home: str) -> str:
 def label(cls: type) -> str:
     """The name of a class, whether or not it leads back to it."""
     return f"{one_main(cls.__module__)}:{cls.__qualname__}"
+
+
+def type_name(cls: type) -> str:
+    """The same as errors show it."""
+    return label(cls).replace(":", ".")
 
 
 def steps(name: str) -> tuple[str, ...]:
@@ -134,8 +134,8 @@ def _elsewhere(name: str, target: object, found: object) -> NotExposed:
     function = name.rpartition(".")[2].rpartition(":")[2]
     inner = getattr(target, "_torchdynamo_orig_callable", getattr(target, "__wrapped__", None))
     if inner is not None and inner is found:
-        is_compiled = hasattr(target, "_torchdynamo_orig_callable")
-        how = "torch.compile" if is_compiled else "your decorator"
+        compiled = hasattr(target, "_torchdynamo_orig_callable")
+        how = "torch.compile" if compiled else "your decorator"
         return NotExposed(
             f"{name} is the original function here, not the one that {how} made of it",
             hint=f"give both one name, as in `{function} = {how.split()[-1]}({function})` or "
@@ -162,5 +162,6 @@ def _nameless_hint(target: object) -> str:
 
 def _needs_object(name: str, message: str) -> NotExposed:
     method = name.rpartition(".")[2]
-    hint = f"use rref.rpc_sync().{method}(...) on a reference to the object"
-    return NotExposed(message, hint=hint)
+    return NotExposed(
+        message, hint=f"use rref.rpc_sync().{method}(...) on a reference to the object"
+    )

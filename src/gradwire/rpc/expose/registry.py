@@ -15,15 +15,10 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
-from collections.abc import Iterable, Mapping
-from types import (
-    ClassMethodDescriptorType,
-    FunctionType,
-    MethodDescriptorType,
-    ModuleType,
-    WrapperDescriptorType,
-)
-from typing import Any, NamedTuple, TypeVar, final
+import types
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Any, TypeVar, final
 
 from torch.nn import Module
 
@@ -48,15 +43,7 @@ __all__ = ["DUNDERS", "Function", "Registry", "exception_name", "expose", "name_
 _T = TypeVar("_T", bound=Function)
 
 _MOST_METHODS = 4096
-_NOWHERE = ModuleType("nowhere")
-
-
-class _Known(NamedTuple):
-    """A function that was found exposed; valid as long as the module has it under that name."""
-
-    home: str
-    attribute: str
-    function: Function
+_NOWHERE = types.ModuleType("nowhere")
 
 
 _MARK = "__gradwire_exposed__"
@@ -73,14 +60,14 @@ DUNDERS = frozenset(
 )
 
 _METHOD_KINDS = (
-    FunctionType,
+    types.FunctionType,
     staticmethod,
     classmethod,
     functools.partialmethod,
     type(functools.cache(repr)),
-    MethodDescriptorType,
-    WrapperDescriptorType,
-    ClassMethodDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
 )
 
 _SEQUENCE = "__contains__ __getitem__ __len__ count index"
@@ -129,7 +116,7 @@ def expose(target: _T) -> _T:
     Returns `target`, marked. The mark is not inherited: a subclass needs its own. On a single
     method it exposes that method. A private name is exposed like any other.
     """
-    if not isinstance(target, FunctionType | type):
+    if not isinstance(target, types.FunctionType | type):
         raise UsageError(
             f"@expose was put on {described(target)}",
             hint="it goes on functions and classes, below @staticmethod and @classmethod",
@@ -148,34 +135,39 @@ class Registry:
     in a module given to the constructor, or in the `__main__` script; and those on torch's lists.
     """
 
-    def __init__(self, expose: Iterable[ModuleType | Function] = ()) -> None:
+    def __init__(self, expose: Iterable[types.ModuleType | Function] = ()) -> None:
         self._given: dict[str, Function] = {}
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, tuple[str, str, Function]] = {}
+        """module, attribute and function of each name found before, valid while it is there"""
         self._methods: dict[tuple[type, str], Any] = {}
         """the methods that were allowed before; each is valid while the class still has it"""
         for item in listed(expose):
-            self._given |= _of_module(item) if isinstance(item, ModuleType) else _single(item)
+            if isinstance(item, types.ModuleType):
+                self._given |= _of_module(item)
+            elif callable(item):
+                self._given[name_of(item)] = item
+            else:
+                what = f"expose takes modules, functions and classes, not {described(item)}"
+                raise UsageError(what)
 
     name_of = staticmethod(name_of)
 
     def lookup(self, name: str) -> Function:
-        """The function or class of that name; NotExposed if there is none that peers may call.
-
-        hot: every call served
-        """
+        """The function or class that peers may call by this name. hot: every call served"""
         known = self._known.get(name)
         if known is not None:
-            current: object = getattr(sys.modules.get(known.home), known.attribute, None)
-            if current is known.function:
-                return known.function
+            home, attribute, function = known
+            current: object = getattr(sys.modules.get(home), attribute, None)
+            if current is function:
+                return function
         found = self._maybe_find(name)
-        if found is None:
-            raise NotExposed(
-                f"{_printable(name)} is not exposed on this worker", hint=_function_hint(name)
-            )
         home, _, attribute = name.partition(":")
+        if found is None:
+            top = home.partition(".")[0]
+            hint = _OTHERS_HINT if _is_foreign(top) and top != "__main__" else _FUNCTION_HINT
+            raise NotExposed(f"{_printable(name)} is not exposed on this worker", hint=hint)
         if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
-            self._known[name] = _Known(home, attribute, found)
+            self._known[name] = home, attribute, found
         return found
 
     def method(self, value: object, name: str) -> Function:
@@ -203,21 +195,22 @@ class Registry:
 
     def _method_of(self, value: object, cls: type, name: str) -> Any:  # noqa: ANN401
         full_name = f"{label(cls)}.{_printable(name)}"
-        if _is_private(name) and name not in DUNDERS:
+        if name.startswith("_") and name not in DUNDERS:
             raise NotExposed(f"{full_name} is private: a reference offers public methods only")
         definer = _maybe_definer(cls, name)
         if definer is None:
-            raise _missing(value, name, full_name)
-        if not self._allows(cls, definer, name) and not torch_allowlist.is_forward(
-            value, definer, name
-        ):
+            if name in getattr(value, "__dict__", {}):
+                raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name[:200]!r}")
+        is_forward = torch_allowlist.is_forward(value, definer, name)
+        if not is_forward and not self._allows(cls, definer, name):
             hint = _WRAP_HINT if _is_builtin_or_torch(definer) else _CLASS_HINT
             raise NotExposed(f"{full_name} is not exposed on this worker", hint=hint)
-        if not _is_method(vars(definer)[name], definer):
-            if torch_allowlist.is_forward(value, definer, name):
-                return _AS_ATTRIBUTE  # TorchScript makes its forward on access
-            raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
-        return vars(definer)[name]
+        if _is_method(vars(definer)[name], definer):
+            return vars(definer)[name]
+        if is_forward:  # TorchScript makes its forward when it is read from the object
+            return property(attrgetter("forward"))
+        raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
 
     def exception_type(self, name: str) -> type[BaseException] | None:
         """The exception of that name, if it is Python's, gradwire's, exposed or on a list."""
@@ -225,24 +218,17 @@ class Registry:
         return found if isinstance(found, type) and issubclass(found, BaseException) else None
 
     def _maybe_find(self, name: str) -> Function | None:
-        for maybe in (self._maybe_of_user, torch_allowlist.maybe_find, self._maybe_class_function):
-            found = maybe(name)
-            if found is not None:
-                return found
-        return None
+        sources = (self._maybe_of_user, torch_allowlist.maybe_find, self._maybe_class_function)
+        return _first(sources, name)
 
     def _maybe_of_user(self, name: str) -> Function | None:
-        for maybe in (self._given.get, _maybe_declared, _maybe_in_main):
-            found = maybe(name)
-            if found is not None:
-                return found
-        return None
+        return _first((self._given.get, _maybe_declared, _maybe_in_main), name)
 
     def _maybe_class_function(self, name: str) -> Function | None:
         """The static or class method that `module:Class.method` names, of an exposed class."""
         owner, _, method = name.rpartition(".")
         cls = self._maybe_of_user(owner)
-        if not isinstance(cls, type) or _is_private(method):
+        if not isinstance(cls, type) or method.startswith("_"):
             return None
         definer = _maybe_definer(cls, method)
         if definer is None or not self._allows(cls, definer, method):
@@ -267,26 +253,27 @@ class Registry:
         return _is_marked(cls) or self._maybe_of_user(label(cls)) is cls
 
 
-def listed(expose: Iterable[ModuleType | Function]) -> tuple[ModuleType | Function, ...]:
+def _first(sources: Iterable[Callable[[str], Function | None]], name: str) -> Function | None:
+    found = (source(name) for source in sources)
+    return next((each for each in found if each is not None), None)
+
+
+def listed(
+    expose: Iterable[types.ModuleType | Function],
+) -> tuple[types.ModuleType | Function, ...]:
     """What the user wants to expose; an error unless it is a list."""
-    if isinstance(expose, ModuleType | str) or callable(expose):
-        given = expose.__name__ if isinstance(expose, ModuleType) else described(expose)
+    if isinstance(expose, types.ModuleType | str) or callable(expose):
+        given = expose.__name__ if isinstance(expose, types.ModuleType) else described(expose)
         raise ArgumentTypeError(f"expose is {given}, not a list", hint="pass a list: expose=[...]")
     return tuple(expose)
 
 
-def _single(item: object) -> dict[str, Function]:
-    if not callable(item):
-        raise UsageError(f"expose takes modules, functions and classes, not {described(item)}")
-    return {name_of(item): item}
-
-
-def _of_module(module: ModuleType) -> dict[str, Function]:
+def _of_module(module: types.ModuleType) -> dict[str, Function]:
     home = one_main(module.__name__)
     return {
         f"{home}:{name}": value
         for name, value in vars(module).items()
-        if not _is_private(name) and _is_defined_as(value, home, name)
+        if not name.startswith("_") and _is_defined_as(value, home, name)
     }
 
 
@@ -301,7 +288,7 @@ def _maybe_declared(name: str) -> Function | None:
 def _maybe_in_main(name: str) -> Function | None:
     home, _, plain = name.partition(":")
     main = sys.modules.get("__main__")
-    if home != "__main__" or main is None or _is_private(plain):
+    if home != "__main__" or main is None or plain.startswith("_"):
         return None
     found = vars(main).get(plain)
     return found if _is_defined_as(found, home, plain) else None
@@ -320,11 +307,8 @@ def _is_method(raw: object, definer: type) -> bool:
         return False
     if _is_builtin_or_torch(definer):
         return True
-    function = getattr(raw, "func", getattr(raw, "__func__", raw))
-    home = str(getattr(function, "__module__", None)).partition(".")[0]
-    return home == definer.__module__.partition(".")[0] or not (
-        home == "torch" or home in sys.stdlib_module_names
-    )
+    home = _home_of(getattr(raw, "func", getattr(raw, "__func__", raw)))
+    return home == _home_of(definer) or not _is_foreign(home)
 
 
 def _stored(value: object, name: str) -> Function:
@@ -333,38 +317,31 @@ def _stored(value: object, name: str) -> Function:
     Functions of Python or torch are refused, except on modules: torch itself sets compiled and
     scripted methods there.
     """
-    found: object = vars(value)[name]
+    stored: Function = vars(value)[name]
+    found: object = stored
     while isinstance(found, functools.partial):
         found = found.func
-    home = str(getattr(getattr(found, "__func__", found), "__module__", None)).partition(".")[0]
-    is_foreign = home == "torch" or home in sys.stdlib_module_names
-    if not callable(found) or (is_foreign and not isinstance(value, Module)):
+    home = _home_of(getattr(found, "__func__", found))
+    if not callable(found) or (_is_foreign(home) and not isinstance(value, Module)):
         full_name = f"{label(type(value))}.{_printable(name)}"
         raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
-    stored: Function = vars(value)[name]
     return stored
-
-
-class _AsAttribute:
-    """Stands for a `forward` that has to be read from the object itself."""
-
-    def __get__(self, value: object, _: type) -> Any:  # noqa: ANN401
-        return getattr(value, "forward")  # noqa: B009  (the only one)
-
-
-_AS_ATTRIBUTE = _AsAttribute()
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_")
 
 
 def _is_marked(target: object) -> bool:
     return getattr(target, "__dict__", {}).get(_MARK) is True
 
 
+def _home_of(target: object) -> str:
+    return str(getattr(target, "__module__", None)).partition(".")[0]
+
+
+def _is_foreign(home: str) -> bool:
+    return home == "torch" or home in sys.stdlib_module_names
+
+
 def _is_builtin_or_torch(definer: type) -> bool:
-    return definer.__module__.partition(".")[0] in ("builtins", "torch")
+    return _home_of(definer) in ("builtins", "torch")
 
 
 def _lists_method(cls: type, method: str) -> bool:
@@ -373,20 +350,6 @@ def _lists_method(cls: type, method: str) -> bool:
 
 def _maybe_definer(cls: type, attribute: str) -> type | None:
     return next((base for base in cls.__mro__ if attribute in vars(base)), None)
-
-
-def _function_hint(name: str) -> str:
-    """How to expose it: only what the user wrote can be decorated."""
-    home = name.partition(":")[0].partition(".")[0]
-    if home == "torch" or home in sys.stdlib_module_names - {"__main__"}:
-        return _OTHERS_HINT
-    return _FUNCTION_HINT
-
-
-def _missing(value: object, name: str, full_name: str) -> Exception:
-    if name in getattr(value, "__dict__", {}):
-        return NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
-    return AttributeError(f"{type(value).__name__!r} object has no attribute {name[:200]!r}")
 
 
 def _printable(name: str) -> str:

@@ -16,23 +16,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodType,
-    WrapperDescriptorType,
-)
 
 import torch
-import torch.autograd
-import torch.fft
-import torch.linalg
-import torch.nn.functional
-import torch.optim.lr_scheduler
-import torch.special
 
 _HOMES: Mapping[str, object] = {
     "torch": torch,
@@ -48,9 +36,14 @@ _HOMES: Mapping[str, object] = {
 }
 _ATEN = "torch.ops.aten:"
 _PACKET, _OVERLOAD = type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)
-_COMPILED_KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, _OVERLOAD)
+_COMPILED_KINDS = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    _OVERLOAD,
+)
 _COMPILED_MODULE = ("torch._dynamo.eval_frame", "OptimizedModule")
-_NAMED_KINDS = (type, FunctionType, MethodType, *_COMPILED_KINDS)
+_NAMED_KINDS = (type, types.FunctionType, types.MethodType, *_COMPILED_KINDS)
 
 
 @functools.cache
@@ -74,10 +67,8 @@ def lines_of(file: str) -> list[str]:
 
 def maybe_find(name: str) -> Callable[..., object] | None:
     """The torch function or class of that name, if it is listed and this torch has it."""
-    # Checked before the caches below, or peers could make these grow without limit.
-    if name in operators() or name in classes():
-        return _maybe_function(name)
-    return None
+    # Checked before the cache, or peers could make it grow without limit.
+    return _maybe_function(name) if name in operators() or name in classes() else None
 
 
 @functools.cache
@@ -135,9 +126,7 @@ def maybe_compiled_from(value: object) -> object | None:
 @functools.cache
 def _maybe_function(line: str) -> Callable[..., object] | None:
     found = _maybe_fetch(line)
-    if not callable(found) or not _stands_alone(line):
-        return None
-    return found
+    return found if callable(found) and _stands_alone(line) else None
 
 
 def _maybe_fetch(line: str) -> object | None:

@@ -1,24 +1,22 @@
 """Wraps torch's checkpoints, to learn when one runs its function and when it recomputes it.
 
 torch has no hook for this, so both kinds of checkpoint (reentrant and not) are wrapped where each
-has the function at hand. If this process has a worker, gradwire does what preserve_rng_state asks
-for; see Note [Random numbers under a checkpoint], checkpoint_run.py. Without a worker, or with
-preserve_rng_state=False, torch's own code runs unchanged.
+has the function at hand. In a process with a worker, gradwire does what preserve_rng_state asks for
+(see Note [Random numbers under a checkpoint], checkpoint_run.py); else torch's own code runs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 from torch.utils import checkpoint as _checkpoint
 
 from gradwire.current import current_worker
-from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
-from gradwire.rpc.recompute.generators import Generators
-from gradwire.rpc.recompute.recording_state import Recording
+from gradwire.rpc.recompute.checkpoint_run import CheckpointRun, Generators
+from gradwire.rpc.recompute.recording import Recording
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
@@ -31,21 +29,6 @@ def _find_generators() -> Generators | None:
     return None if worker is None else cast(Generators, worker.generators)
 
 
-@final
-class _ReentrantFunction:
-    """The function of a reentrant checkpoint: its first call is the forward."""
-
-    def __init__(self, function: Callable[..., Any], generators: Generators) -> None:
-        self._function, self._generators = function, generators
-        self._recording: Recording | None = None
-
-    def __call__(self, *args: Any) -> Any:  # noqa: ANN401
-        again = self._recording is not None
-        recording = self._recording = self._recording or Recording()
-        with CheckpointRun(self._generators, recording, is_recomputation=again):
-            return self._function(*args)
-
-
 def _wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def watched(
         ctx: object, run_function: Callable[..., Any], preserve_rng_state: bool, *args: object
@@ -53,7 +36,14 @@ def _wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         generators = _find_generators() if preserve_rng_state else None
         if generators is None:
             return forward(ctx, run_function, preserve_rng_state, *args)
-        return forward(ctx, _ReentrantFunction(run_function, generators), False, *args)
+        recording = Recording()
+
+        def recorded(*args: object) -> Any:  # noqa: ANN401
+            again = bool(recording.start)  # the first call is the forward
+            with CheckpointRun(generators, recording, is_recomputation=again):
+                return run_function(*args)
+
+        return forward(ctx, recorded, False, *args)
 
     return watched
 

@@ -17,7 +17,7 @@ Note [Random numbers under a checkpoint]:
     its own calls before it answers: their states are part of what it returns.
 
     Generators belong to the process, and functions run in many threads. So code that runs for a
-    checkpoint takes turns (generators.py). It ends its turn while it waits for a call, a future or
+    checkpoint takes turns (Generators). It ends its turn while it waits for a call, a future or
     a value, because the function it waits for may have to draw here. Waits are numbered, and if
     other code drew during one, the state after it is recorded. Functions that no checkpoint calls
     take no turns. If one of them draws in between, the recomputation on a callee ends in another
@@ -26,10 +26,15 @@ Note [Random numbers under a checkpoint]:
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Self, cast, final
+from functools import partial
+from typing import Any, NamedTuple, Self, cast, final
+
+import torch
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.remote_errors import note_of
@@ -37,18 +42,70 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.current import get_current, swap_checkpoint_run
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Result, ValueReady
-from gradwire.rpc.recompute.encrypted_recording import decoded, digest, encoded
-from gradwire.rpc.recompute.generators import Generators
-from gradwire.rpc.recompute.recording_state import (
+from gradwire.rpc.recompute.recording import (
     UNKNOWN_CALL,
     CallKey,
     RecordedCall,
     Recording,
     State,
-    no_poll,
+    decoded,
+    digest,
+    encoded,
 )
 
-# -- the caller
+
+@final
+class Generators:
+    """The random generators that functions of a worker draw from, and the lock around their use."""
+
+    def __init__(self, own: torch.Generator | None = None) -> None:
+        self._cpu, self._has_devices = own or torch.default_generator, own is None
+        self._turn = threading.Lock()
+        # For a turn; half of the time left to the caller, if that is shorter. Code with a turn may
+        # wait for this code where gradwire cannot see that (`torch.futures.wait_all`, an event, a
+        # thread pool). Then both run, and a recomputation of what they drew meanwhile is refused.
+        self.max_wait_seconds = 10.0
+        self.overlaps = 0
+        """changes when code that did not get a turn begins or ends"""
+
+    def take_turn(self) -> bool:
+        """Acquire the lock; False if that took too long."""
+        if self._turn.acquire(blocking=False):
+            return True
+        _, deadline, *_ = get_current()
+        left = (deadline - time.monotonic()) / 2
+        taken = self._turn.acquire(timeout=max(0.0, min(self.max_wait_seconds, left)))
+        self.overlaps += not taken
+        return taken
+
+    def end_turn(self) -> None:
+        """Release the lock."""
+        self._turn.release()
+
+    def get_state(self) -> State:
+        """The states of all generators in use: the CPU's, then those of the devices."""
+        devices = [device.get_rng_state(i) for device, i in self._devices()]
+        states = [self._cpu.get_state(), *devices]
+        return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
+
+    def set_state(self, state: State) -> None:
+        """Restore what `get_state` returned."""
+        cpu, *others = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in state)
+        self._cpu.set_state(cpu)
+        for (device, i), part in zip(self._devices(), others, strict=False):
+            device.set_rng_state(part, i)
+
+    def _devices(self) -> list[tuple[Any, int]]:
+        """Each accelerator device of this process with its torch module; none before first use."""
+        accelerator = torch.accelerator.current_accelerator() if self._has_devices else None
+        device = None if accelerator is None else torch.get_device_module(accelerator)
+        if not getattr(device, "_initialized", False):  # get_rng_state would initialize the device
+            return []
+        return [(device, i) for i in range(torch.accelerator.device_count())]
+
+
+PROCESS = Generators()
+"""shared by all workers of this process that have no generator of their own"""
 
 
 class CheckpointedCall(NamedTuple):
@@ -70,7 +127,7 @@ class CheckpointedCall(NamedTuple):
                     _record_answer(recorded, promise.wait())
 
             recorded.poll = poll
-            promise.on_settled(lambda outcome: _record_answer(recorded, outcome))
+            promise.on_settled(partial(_record_answer, recorded))
         return self
 
 
@@ -81,7 +138,7 @@ def _record_answer(recorded: RecordedCall, outcome: Outcome) -> None:
         recorded.failed()
     elif isinstance(outcome.message, Result | ValueReady):
         recorded.answered(outcome.message.draws)
-    recorded.poll = no_poll  # the closure that was there keeps the answer alive
+    recorded.poll = None  # the closure that was there keeps the answer alive
 
 
 @final
@@ -100,6 +157,9 @@ class CheckpointRun:
         self.recorded = None if is_recomputation else recording
         self.thread = threading.get_ident()
         self._calls = self._waits = 0
+        self.begin: State = ()
+        self.end: State = ()
+        """the states of the generators when the function begins and ends"""
         self._is_over = False
         """callbacks of futures that the function left behind still find this run"""
         self.is_interleaved = False
@@ -115,11 +175,12 @@ class CheckpointRun:
         self._has_turn = self.outer is None and self.generators.take_turn()
         self._overlaps = self.generators.overlaps if self._has_turn else -1
         try:
-            self._before = self.generators.get_state()
+            self._before = self.begin = self.generators.get_state()
             if self.recorded is not None:
                 self.recorded.start = self._before
             elif replayed is not None and replayed.start:
                 self.generators.set_state(replayed.start)
+                self.begin = self.generators.get_state()
         except BaseException:
             self._end_turn()
             raise
@@ -132,17 +193,16 @@ class CheckpointRun:
             # Not a reset to the slot as it was: torch drops the generator of a checkpoint whose
             # function raised, and this runs when it is collected, maybe in another context.
             swap_checkpoint_run(self._around)
-            now = self.generators.get_state()
+            self.end = self.generators.get_state()
             self._find_overlaps()
             if self.recorded is not None:
-                self.recorded.end = now
+                self.recorded.end = self.end
                 self.recorded.is_interleaved = self.is_interleaved
-            elif now != self._before:
+            elif self.end != self._before:
                 self.generators.set_state(self._before)
         finally:
             self._end_turn()
-        begin = () if self.replayed is None else self.replayed.start or self._before
-        is_wrong = self.replayed is not None and self.is_interleaved and now != begin
+        is_wrong = self.replayed is not None and self.is_interleaved and self.end != self.begin
         # Other numbers than in the forward may have caused an error of the function, so it is
         # replaced; so is the exception by which torch stops a recomputation early. An error of
         # gradwire's explains itself.
@@ -206,16 +266,14 @@ class CheckpointRun:
             every[-1]._overlaps = generators.overlaps if every[-1]._has_turn else -1
             now = generators.get_state()
             if recomputations:
-                recomputations[-1]._before, now = now, self._recorded_after_wait(mine)
+                nearest, outermost = recomputations[0], recomputations[-1]
+                assert nearest.replayed is not None
+                outermost._before, now = now, nearest.replayed.after_waits.get(nearest._waits, mine)
                 generators.set_state(now)
             for run in self._recording_runs():
                 if run.recorded is not None and now != mine:
                     run.recorded.after_waits[run._waits] = now
                 run._waits += 1
-
-    def _recorded_after_wait(self, mine: State) -> State:
-        last = self._recording_runs()[-1]
-        return mine if last.replayed is None else last.replayed.after_waits.get(last._waits, mine)
 
     def _enclosing(self) -> Iterator[CheckpointRun]:
         """This run and those around it, innermost first."""
@@ -239,16 +297,13 @@ def current_checkpoint_run() -> CheckpointRun | None:
     return cast(CheckpointRun | None, get_current()[3])
 
 
+_NO_CHECKPOINT: AbstractContextManager[None] = nullcontext()
+
+
 def waiting() -> AbstractContextManager[None]:
     """A block that waits for another worker; under a checkpoint, it ends the turn meanwhile."""
     run = current_checkpoint_run()
     return _NO_CHECKPOINT if run is None else run.waiting()
-
-
-_NO_CHECKPOINT: AbstractContextManager[None] = nullcontext()
-
-
-# -- the callee
 
 
 @final
@@ -258,17 +313,7 @@ class CalleeRun:
     def __init__(self, generators: Generators, draws: Draws, function: str, me: str) -> None:
         self._draws, self._function, self._me = draws, function, me
         self._recording = decoded(draws.state, function) if draws.again else Recording()
-        self._run = CheckpointRun(generators, self._recording, is_recomputation=draws.again)
-        self._generators = generators
-        self._end: State = ()
-
-    def __enter__(self) -> None:
-        self._run.__enter__()
-        self._begin = self._generators.get_state()
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._end = self._generators.get_state()
-        self._run.__exit__(kind, error, traceback)
+        self.run = CheckpointRun(generators, self._recording, is_recomputation=draws.again)
 
     def note(self, error: BaseException | None = None, *, wait: bool = True) -> bytes:
         """The function has returned or raised: the random state to send with the answer.
@@ -276,11 +321,11 @@ class CalleeRun:
         Waits for calls that the function made and did not wait for: in one process they would be
         over by now. Their deadlines end before that of the function.
         """
-        recording = self._recording
+        recording, run = self._recording, self.run
         if not self._draws.again:
             recording.raised = error is not None
             return encoded(recording, self._function, wait=wait)
-        if self._end == self._begin or digest(self._end) == recording.end:
+        if run.end == run.begin or digest(run.end) == recording.end:
             return b""
         if error is None or recording.raised or not recording.start:
             raise UsageError(self._mismatch(), hint=_HINT) from error
@@ -291,7 +336,7 @@ class CalleeRun:
 
         Does not wait: the thread that completes a future may be the one that reads the answers.
         """
-        if not self._draws.again and self._generators.get_state() != self._end:
+        if not self._draws.again and self.run.generators.get_state() != self.run.end:
             raise UsageError(
                 f"random numbers were drawn on {self._me} between {self._function} and the future "
                 "that it returned: a checkpoint that calls it could not draw them again",

@@ -7,26 +7,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from gradwire.ids import ForkId, RefId, WorkerId
 
 
 class RefHandle(NamedTuple):
-    """What one RRef object of this worker stands for. On the owner it has no fork.
-
-    `incarnation` is that of the owner when the value was made.
-    """
+    """What one RRef object of this worker stands for. On the owner it has no fork."""
 
     ref: RefId
     owner: WorkerId
     fork: ForkId | None
     incarnation: int = 0
+    """that of the owner when the value was made"""
+
+
+@final
+class LentRef:
+    """A handle in a call to its owner; see Note [A call may borrow a reference], refs.py."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: RefHandle) -> None:
+        self.handle = handle
+
+    def pack(self) -> list[int]:
+        """Its name, as it is sent; called by the codec."""
+        handle = self.handle
+        return [handle.ref.worker, handle.ref.n, handle.incarnation]
+
+
+@final
+class BorrowedRef:
+    """A LentRef as it arrives on the owner. It cannot be passed on."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: RefHandle) -> None:
+        self.handle = handle
 
 
 @dataclass(frozen=True, slots=True)
 class SendFork:
-    """Ask the owner to count our fork. A repeated request has the same number."""
+    """Ask the owner to count our fork; it answers a verdict. A repetition has the same number."""
 
     ref: RefId
     fork: ForkId
@@ -86,7 +109,8 @@ class ForgetValue:
     ref: RefId
 
 
-Action = SendFork | AskMaker | SendAccept | SendDrop | Confirmed | Unreachable | ForgetValue
+Sending = SendFork | AskMaker | SendAccept | SendDrop
+Action = Sending | Confirmed | Unreachable | ForgetValue
 
 
 class Verdict(Enum):
@@ -101,19 +125,11 @@ class Verdict(Enum):
 class RefStatistics:
     """The sizes of a table; all are 0 when no reference is left anywhere."""
 
-    owned: int
-    """values that live here"""
-    shared: int
-    """of those, the ones that other workers hold"""
-    forks: int
-    """forks of them that other workers hold"""
-    tombstones: int
-    """forks of them that were dropped, while a late request must not count them again"""
-    held: int
-    """forks that this worker holds"""
-    pending_users: int
-    """of those, the ones not counted yet"""
-    pending_children: int
-    """forks made here for other workers and not accepted yet"""
-    unacknowledged: int
-    """Accepts and Drops that are not answered yet"""
+    owned: int  # values that live here
+    shared: int  # of those, the ones that other workers hold
+    forks: int  # forks of them that other workers hold
+    tombstones: int  # dropped forks of them, while a late request must not count them again
+    held: int  # forks that this worker holds
+    pending_users: int  # of those, the ones not counted yet
+    pending_children: int  # forks made here for other workers and not accepted yet
+    unacknowledged: int  # Accepts and Drops that are not answered yet

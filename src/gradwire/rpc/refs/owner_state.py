@@ -3,11 +3,10 @@
 state.py has the holder's half, the rules, and the other notes that this file refers to.
 
 Note [A Fork is counted once]
-A holder asks the owner to count a fork (Fork) and repeats the request until it has the answer. A
-late duplicate must not count a fork that was dropped meanwhile. So holders number their requests,
-and each message carries `acked_below`: the holder repeats no request with a lower number, as it has
-the answer. A request below it is a duplicate, so the owner remembers, for each holder, only granted
-requests from there on.
+A holder repeats its request to count a fork until it has the answer. A late duplicate must not
+count a fork that was dropped meanwhile. So holders number their requests, and each message carries
+`acked_below`: lower numbers are answered and not repeated. A request below it is a duplicate, so
+the owner remembers, for each holder, only granted requests from there on.
 """
 
 from __future__ import annotations
@@ -21,33 +20,6 @@ from gradwire.ids import ForkId, RefId, WorkerId
 from gradwire.rpc.refs.handles_state import Action, ForgetValue, Unreachable, Verdict
 
 _CountedFork = tuple[RefId, ForkId]
-
-
-@final
-class RequestNumbers:
-    """The unanswered requests of a holder, by owner; see Note [A Fork is counted once]."""
-
-    def __init__(self, first: int) -> None:
-        self._next = first
-        self._open: dict[WorkerId, dict[int, None]] = {}
-
-    def new(self, owner: WorkerId) -> int:
-        """The number of a new request."""
-        n = self._next
-        self._next += 1
-        self._open.setdefault(owner, {})[n] = None
-        return n
-
-    def settled(self, owner: WorkerId, n: int) -> None:
-        """A request is answered, or will not be repeated."""
-        waiting = self._open[owner]
-        del waiting[n]
-        if not waiting:
-            del self._open[owner]
-
-    def acked_below(self, owner: WorkerId) -> int:
-        """No request to this owner below this number will be repeated."""
-        return next(iter(self._open.get(owner, ())), self._next)
 
 
 @final
@@ -95,18 +67,13 @@ class DuplicateFilter:
 class _OwnedValue:
     """A value that lives on this worker, or is about to."""
 
-    handles: int = 0
-    """RRef objects on this worker"""
-    forks: dict[ForkId, WorkerId] = field(default_factory=dict)
-    """forks that other workers hold"""
+    handles: int = 0  # RRef objects on this worker
+    forks: dict[ForkId, WorkerId] = field(default_factory=dict)  # forks that other workers hold
+    # Forks counted on request, while the request may be repeated or the value is awaited.
     requested: set[ForkId] = field(default_factory=set)
-    """forks counted on request, while the request may be repeated or the value is awaited"""
-    awaited: bool = False
-    """whether its creating call has not arrived yet"""
-    lost: WorkerId | None = None
-    """the creator, if it was lost before its call arrived"""
-    is_gone: bool = False
-    """whether it stands for a value that no longer exists; its `requested` is incomplete"""
+    awaited: bool = False  # whether its creating call has not arrived yet
+    lost: WorkerId | None = None  # the creator, if it was lost before its call arrived
+    is_gone: bool = False  # whether the value no longer exists; its `requested` is incomplete
 
 
 @final
@@ -136,10 +103,16 @@ class Owned:
         """A reference to a value of this worker arrived: one more handle."""
         value = self.values.get(ref)
         actions: list[Action] = []
-        if value is None:
-            value = self.values[ref] = self._value_before_creation(ref, fork)
-            if value.lost is not None:
-                actions.append(Unreachable(ref, None, value.lost))
+        if value is None:  # see Note [A fork may come before its value]
+            if fork.worker in self._lost:
+                value = _OwnedValue(lost=fork.worker, is_gone=True)
+                actions.append(Unreachable(ref, None, fork.worker))
+            elif fork.worker == ref.worker:
+                value = _OwnedValue(awaited=True)
+            else:
+                text = f"w{fork.worker} passed {ref} to w{self._me}, which does not own it"
+                raise BadMessage(text)
+            self.values[ref] = value
         value.handles += 1
         value.forks.pop(fork, None)  # present if this worker passed it to itself
         return actions
@@ -176,7 +149,9 @@ class Owned:
             return Verdict.NEVER
         value = self.values.get(ref)
         if value is None or value.is_gone:
-            return self._verdict_on_unknown(ref, fork)
+            # See Note [A fork may come before its value].
+            may_come = fork.worker == ref.worker and fork.worker not in self._lost
+            return Verdict.NOT_YET if may_come else Verdict.NEVER
         if fork not in value.requested:
             value.requested.add(fork)
             value.forks[fork] = holder
@@ -210,9 +185,8 @@ class Owned:
     def may_use(self, ref: RefId, worker: WorkerId) -> bool:
         """Whether a worker may use a value: as its creator, as a holder, or as a lost worker.
 
-        When a worker is lost, its forks are dropped here, but its last messages may still arrive,
-        and so may requests to count forks that it made. True for an unknown value: there is nothing
-        to protect.
+        The forks of a lost worker are dropped, but its last messages may still arrive, and requests
+        to count forks that it made. True for an unknown value: there is nothing to protect.
         """
         value = self.values.get(ref)
         if value is None or value.is_gone or worker in (self._me, ref.worker):
@@ -230,19 +204,6 @@ class Owned:
         return dropped + sum(
             holder == worker for value in self.values.values() for holder in value.forks.values()
         )
-
-    def _value_before_creation(self, ref: RefId, fork: ForkId) -> _OwnedValue:
-        # See Note [A fork may come before its value].
-        if fork.worker in self._lost:
-            return _OwnedValue(lost=fork.worker, is_gone=True)
-        if fork.worker == ref.worker:
-            return _OwnedValue(awaited=True)
-        raise BadMessage(f"w{fork.worker} passed {ref} to w{self._me}, which does not own it")
-
-    def _verdict_on_unknown(self, ref: RefId, fork: ForkId) -> Verdict:
-        # See Note [A fork may come before its value].
-        may_come = fork.worker == ref.worker and fork.worker not in self._lost
-        return Verdict.NOT_YET if may_come else Verdict.NEVER
 
     def _drop_forks_of(self, ref: RefId, worker: WorkerId) -> list[Action]:
         value = self.values[ref]

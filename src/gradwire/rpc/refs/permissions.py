@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.state import Member
 from gradwire.errors import BadMessage, StaleIncarnation
-from gradwire.ids import RefId, WorkerId
-from gradwire.rpc.messages import Accept, Drop, Fork, Kept, Reference
+from gradwire.ids import ForkId, RefId, WorkerId
+from gradwire.rpc.messages import Fork, Kept, Reference
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.state import RefTable
 
@@ -70,11 +70,7 @@ def check_fork(table: RefTable, asked: Fork, source: WorkerId, me: WorkerId) -> 
         raise BadMessage(f"w{source} has no right to {fork} of {ref}: its maker does not hold it")
 
 
-def check_end(table: RefTable, said: Accept | Drop, source: WorkerId) -> None:
-    """Only the holder of a fork may accept or drop it."""
-    fork = said.fork
-    holder = (
-        table.owned.holder_of(said.ref, fork) if isinstance(said, Drop) else table.taker_of(fork)
-    )
+def check_end(fork: ForkId, holder: WorkerId | None, source: WorkerId) -> None:
+    """Only the holder of a fork, if we know one, may accept or drop it."""
     if holder not in (None, source):
         raise BadMessage(f"w{source} may not end {fork}, which w{holder} holds")

@@ -3,6 +3,13 @@
 Values that live here are kept under their ids, each in a promise, because a reference may be used
 before its value is made. Messages to other workers are sent from the service threads: a reference
 may end anywhere, even in a garbage collection that interrupts code which holds the lock.
+
+Note [A call may borrow a reference]
+`rref.rpc_sync().method()` runs where the value lives, and the caller keeps its counted reference
+until the answer is there. So the call only names the reference: nothing is counted, accepted or
+dropped for it. This does not work if the caller does not wait (it may drop its reference before the
+call begins), or if its reference is not counted yet (the owner may not know it). Then a counted
+reference is sent, as in any other argument.
 """
 
 from __future__ import annotations
@@ -11,35 +18,34 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, assert_never, final
+from typing import Any, NamedTuple, final
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.messages import Failure
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Source
 from gradwire.agent.serving.peer_limits import over
+from gradwire.current import current_inbound
 from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
 from gradwire.rpc.recompute.checkpoint_run import current_checkpoint_run, waiting
 from gradwire.rpc.refs import permissions
-from gradwire.rpc.refs.borrow import Lending
+from gradwire.rpc.refs.exchange import RefSender, RefServer
 from gradwire.rpc.refs.finalizers import FinalizerQueue
 from gradwire.rpc.refs.handles_state import (
     Action,
-    AskMaker,
+    BorrowedRef,
     Confirmed,
     ForgetValue,
+    LentRef,
     RefHandle,
     RefStatistics,
     SendAccept,
-    SendDrop,
-    SendFork,
+    Sending,
     Unreachable,
     Verdict,
 )
-from gradwire.rpc.refs.sender import RefSender, Sending
-from gradwire.rpc.refs.server import PiggybackedAccepts, RefServer, without_accepts
 from gradwire.rpc.refs.state import RefTable
 
 _POLL_SECONDS = 0.01
@@ -116,15 +122,13 @@ class Refs:
         self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
         self.watch, self.on_death = self._finalizers.watch, self._finalizers.on_death
         self._closed = False
-        self.piggybacked = PiggybackedAccepts(me.id, self._table, self._lock, self._perform)
-        self.lending = Lending(agent.directory, self._table, self.content)
         self._limit_checks = 0
         self.abandoned = False
         """whether this worker has ended all its handles on values of other workers"""
-        RefServer(agent, self._table, self.check_limit, self._perform)
+        self.piggybacked = RefServer(agent, self._table, self.check_limit, self._perform)
         agent.on_peer_lost(self._peer_lost)
         agent.on_peer_joined(self._peer_joined)
-        self._sender = RefSender(agent, self._heard, self._owed, self._acked_below, self._peer_lost)
+        self._sender = RefSender(agent, self._table, self._heard, self._peer_lost)
 
     # -- values of this worker
 
@@ -143,10 +147,7 @@ class Refs:
             return self._table.create(owner, self._agent.directory.incarnation(owner))
 
     def content(self, ref: RefId, peer: WorkerId | None = None) -> Promise[Content]:
-        """The value of this worker that `ref` points to, maybe not made yet.
-
-        With `peer`: raises unless that peer may use it.
-        """
+        """The value of this worker that `ref` names, maybe not made yet, if `peer` may use it."""
         with self._lock:
             if peer is not None:
                 permissions.check_use(self._table, ref, peer)
@@ -197,9 +198,8 @@ class Refs:
     def check_limit(self, peer: WorkerId) -> None:
         """OverLimit if a peer holds as many references to values of this worker as it may.
 
-        Not a PeerLimit: the table has the counts already, and a lost peer clears them there. To
-        count takes a scan of the table, so only every n-th request is checked; n grows with the
-        limit.
+        Not a PeerLimit: the table has the counts already, and a lost peer clears them there. It has
+        to be scanned, so only every n-th request is checked; n grows with the limit.
         """
         most = self._agent.limits.references
         with self._lock:
@@ -241,6 +241,27 @@ class Refs:
         self._perform(actions)
 
     # -- references in messages
+
+    def maybe_lent(self, handle: RefHandle) -> LentRef | None:
+        """What names a handle in a call that its caller waits for; None if a fork must be sent."""
+        fork = handle.fork
+        if fork is None or not self._table.is_confirmed(fork):  # no lock: it reads one dict entry
+            return None
+        is_stale = handle.incarnation < self._agent.directory.incarnation(handle.owner)
+        return None if is_stale else LentRef(handle)
+
+    def borrowed(self, name: object) -> BorrowedRef:
+        """The reference that a call names; called by the codec."""
+        if type(name) is not list or [type(part) for part in name] != [int, int, int]:
+            raise BadMessage(f"a call names {name!r:.100} where a reference was expected")
+        worker, n, incarnation = name
+        ref, inbound, me = RefId(worker, n), current_inbound(), self._me
+        if inbound is None:
+            raise BadMessage(f"{ref} was lent without a call")
+        if incarnation < me.incarnation:
+            raise permissions.stale_incarnation(ref, me.name, incarnation, me.incarnation)
+        self.content(ref, inbound.worker)  # raises unless the caller holds it
+        return BorrowedRef(RefHandle(ref, me.id, None, incarnation))
 
     def packing(self, to: WorkerId, deadline: float) -> MessageRefs:
         """A block in which `pack` adds to a list of references; an error takes them back."""
@@ -292,12 +313,10 @@ class Refs:
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """The message with these references was not sent."""
-        me = self._agent.directory.me.id
         actions: list[Action] = []
         with self._lock:
             for made in references:
-                handle = RefHandle(made.ref, made.owner, None if made.owner == me else made.fork)
-                actions += self._table.pack_undone(handle, made.fork)
+                actions += self._table.pack_undone(made.ref, made.fork)
         self._perform(actions)
 
     def unpacking(
@@ -323,7 +342,7 @@ class Refs:
     ) -> list[RefHandle]:
         """References arrived with a message. Must be called even if the message is then refused.
 
-        `is_answered`: the answer will accept them; see Note [An answer accepts], server.py.
+        `is_answered`: the answer will accept them; see Note [An answer accepts], exchange.py.
         """
         handles: list[RefHandle] = []
         actions: list[Action] = []
@@ -339,7 +358,7 @@ class Refs:
                 if handle.fork is None:
                     self._values.setdefault(handle.ref, Promise())
                     if is_answered:
-                        more = without_accepts(more)
+                        more = [action for action in more if not isinstance(action, SendAccept)]
                 actions += more
         self._perform(actions)
         return handles
@@ -400,8 +419,6 @@ class Refs:
         self._closed = True
         self._finalizers.close()
 
-    # -- peers lost and joined
-
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:
             actions = self._table.peer_lost(worker)
@@ -412,13 +429,9 @@ class Refs:
         with self._lock:
             self._table.peer_joined(worker)
 
-    # -- performing actions
-
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case SendFork() | AskMaker() | SendAccept() | SendDrop():
-                    self._sender.send_soon(action)
                 case ForgetValue(ref):
                     with self._lock:
                         forgotten = self._values.pop(ref, None)
@@ -426,43 +439,23 @@ class Refs:
                 case Confirmed():
                     with self._counted:
                         self._counted.notify_all()
-                case Unreachable(ref, fork, lost):
-                    self._report_unreachable(ref, fork, lost)
+                case Unreachable():
+                    self._report_unreachable(action)
                 case _:
-                    assert_never(action)
+                    self._sender.send_soon(action)
 
-    def _report_unreachable(self, ref: RefId, fork: ForkId | None, lost: WorkerId) -> None:
+    def _report_unreachable(self, value: Unreachable) -> None:
         """Wake the threads that wait for a value that will not come."""
         with self._counted:
             self._counted.notify_all()
-            awaited = self._values.get(ref) if fork is None else None
+            awaited = self._values.get(value.ref) if value.fork is None else None
         if awaited is not None:
-            name = self._agent.directory.name(lost)
-            error = PeerLost(f"{ref} will not be made: {name} was lost before its call arrived")
+            lost = f"{self._agent.directory.name(value.lost)} was lost before its call arrived"
+            error = PeerLost(f"{value.ref} will not be made: {lost}")
             awaited.settle(Raised(self._agent.describe(error)))
 
     def _heard(self, sending: Sending, verdict: Verdict | None) -> None:
-        actions: list[Action] = []
         with self._lock:
-            match sending:
-                case SendFork() if verdict is not None:
-                    actions = self._table.fork_answered(sending.fork, verdict)
-                    actions += self._table.fork_unwanted(sending, verdict)
-                case AskMaker() if verdict is not None:
-                    actions = self._table.maker_answered(sending.fork, verdict)
-                case SendAccept():
-                    self._table.accept_acknowledged(sending.fork)
-                case SendDrop():
-                    self._table.drop_acknowledged(sending.fork)
-                case _:
-                    pass  # a Fork or AskMaker without a verdict: it stays unanswered
+            actions = self._table.answered(sending, verdict)
             self._counted.notify_all()  # the fork may also have been given up meanwhile
         self._perform(actions)
-
-    def _owed(self) -> list[Action]:
-        with self._lock:
-            return self._table.unacknowledged()
-
-    def _acked_below(self, owner: WorkerId) -> int:
-        with self._lock:
-            return self._table.acked_below(owner)

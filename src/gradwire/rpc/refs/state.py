@@ -9,14 +9,9 @@ A value lives on its *owner*. A *handle* is one RRef object; its end is reported
 the owner are a plain count. Every handle elsewhere is one *fork* with its own id, even if a worker
 already holds the same value: forks are never shared, so each is made, counted and dropped once.
 A fork is made from another one (its parent) by the worker that passes the reference (its maker).
-The owner's half is in owner_state.py, the holder's in this file.
+The owner's half is in owner_state.py, the holder's in this file, the messages in handles_state.py.
 
-    SendFork     holder -> owner    "I hold this fork, count it", answered by a verdict
-    SendAccept   holder -> maker    "the fork you made for me no longer needs its parent"
-    SendDrop     holder -> owner    "I no longer hold this fork"
-    AskMaker     holder -> maker    "the owner has no such value: is its creating call pending?"
-
-All four may be dropped, duplicated, delayed or reordered. The calls and answers that carry
+Messages may be dropped, duplicated, delayed or reordered. The calls and answers that carry
 references arrive at most once, may be late, and are lost only together with a peer. Why no value is
 dropped too early or kept for ever:
 
@@ -28,14 +23,13 @@ dropped too early or kept for ever:
 
 Note [A fork may come before its value]
 The creator may pass on a reference while the creating call is still on its way. So a Fork, or the
-reference itself, can reach the owner first. Such a Fork is answered NOT_YET and asked again. It
-cannot be counted in advance: it cannot be told apart from a delayed duplicate for a value already
-deleted. The creating call, or the value, may also be lost with a connection. Then the creator keeps
-nothing of the fork, and answers so when it is asked (AskMaker). If the reference itself reaches the
-owner before the value, the owner waits for the value: messages that carry references are never
-duplicated, so it cannot be stale. Workers other than the creator may pass on only counted forks: if
-such a fork names a value that the owner does not know, the value has been deleted, and the answer
-is NEVER.
+reference itself, can reach the owner first. Such a Fork is answered NOT_YET and asked again: if it
+were counted, a delayed duplicate for a deleted value would be, too. If the creating call or the
+value is lost with a connection, the creator keeps nothing of the fork, and answers so when asked
+(AskMaker). If the reference itself reaches the owner first, the owner waits for the value: messages
+that carry references are never duplicated, so it cannot be stale. Workers other than the creator
+may pass on only counted forks: if one names a value that the owner does not know, the value has
+been deleted, and the answer is NEVER.
 
 Note [A creation that timed out is asked about]
 Its call may still be on the way. An owner that does not know the value would ignore a Drop, and the
@@ -49,10 +43,11 @@ refuses the call; a lost peer is reported also to workers that have no connectio
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, final
+from typing import final
 
 from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import ForkId, RefId, WorkerId
@@ -65,10 +60,11 @@ from gradwire.rpc.refs.handles_state import (
     SendAccept,
     SendDrop,
     SendFork,
+    Sending,
     Unreachable,
     Verdict,
 )
-from gradwire.rpc.refs.owner_state import Owned, RequestNumbers
+from gradwire.rpc.refs.owner_state import Owned
 
 
 class _Stage(Enum):
@@ -91,39 +87,31 @@ class _HeldFork:
     fork: ForkId
     owner: WorkerId
     stage: _Stage
-    n: int | None = None
-    """the number of the request to count it, while that is not answered"""
-    alive: bool = True
-    """whether its handle has not ended"""
-    children: set[ForkId] = field(default_factory=set)
-    """forks that were made from it and are not accepted yet"""
-    lost: WorkerId | None = None
-    """the worker whose loss made it unreachable"""
-
-
-class _Child(NamedTuple):
-    """A fork that this worker made for another one."""
-
-    parent: ForkId
-    to: WorkerId
+    asked: SendFork | None = None  # the request to count it, while that is not answered
+    alive: bool = True  # whether its handle has not ended
+    # Forks that were made from it and are not accepted yet, and the worker each was made for.
+    children: dict[ForkId, WorkerId] = field(default_factory=dict)
+    lost: WorkerId | None = None  # the worker whose loss made it unreachable
 
 
 @final
 class RefTable:
     """The references of one worker: its own values, and the forks that it holds and makes.
 
-    Ids start at `first`. A worker that restarts under the same number must start above all ids of
-    its earlier incarnations.
+    Ids start at `first`, which must be above all ids of the worker's earlier incarnations.
     """
 
     def __init__(self, me: WorkerId, *, first: int = 0) -> None:
         self._me = me
         self._next = first
         self._held: dict[ForkId, _HeldFork] = {}
-        self._children: dict[ForkId, _Child] = {}
-        self._accepts: dict[ForkId, SendAccept] = {}
-        self._drops: dict[ForkId, SendDrop] = {}
-        self._requests = RequestNumbers(first)
+        self._children: dict[ForkId, _HeldFork] = {}
+        """the parent of each fork that was made from one held here and is not accepted yet"""
+        self._asked: defaultdict[WorkerId, dict[int, SendFork]] = defaultdict(dict)
+        """Forks that are not answered yet, by owner and number; see `acked_below`"""
+        self._next_request = first
+        self._owed: dict[SendAccept | SendDrop, None] = {}
+        """those that are not acknowledged yet, in order"""
         self._lost: set[WorkerId] = set()
         self.owned = Owned(me, self._lost)
         """the values of this worker, and their holders"""
@@ -149,15 +137,14 @@ class RefTable:
         if handle.fork is None:
             self.owned.passed_on(handle.ref, child, to)
         else:
-            self._passable_fork(handle.ref, handle.fork).children.add(child)
-            self._children[child] = _Child(handle.fork, to)
+            parent = self._children[child] = self._passable_fork(handle.ref, handle.fork)
+            parent.children[child] = to
         return child
 
-    def pack_undone(self, handle: RefHandle, child: ForkId) -> list[Action]:
+    def pack_undone(self, ref: RefId, child: ForkId) -> list[Action]:
         """The message with this fork was certainly not sent."""
-        if handle.fork is None:
-            return self.owned.drop_arrived(handle.ref, child)
-        return self._child_settled(child)
+        # One of the two does nothing: the fork was made either of our own value or of a fork.
+        return self.owned.drop_arrived(ref, child) + self.accept_arrived(child)
 
     def arrived(
         self,
@@ -168,18 +155,19 @@ class RefTable:
         *,
         is_stale: bool = False,
     ) -> tuple[RefHandle, list[Action]]:
-        """A reference arrived with a call or an answer of the worker that made the fork.
-
-        A stale reference is one to a value of an earlier incarnation of its owner.
-        """
+        """A reference arrived from the maker of its fork; stale if its owner was restarted."""
         if owner == self._me:
-            actions = self.owned.returned(ref, fork)
-            return RefHandle(ref, owner, None, incarnation), actions + self._accept(fork)
+            returned = self.owned.returned(ref, fork) + self._accept(fork)
+            return RefHandle(ref, owner, None, incarnation), returned
         if fork in self._held:
             raise BadMessage(f"{fork} arrived twice")
         stage = _Stage.COUNTED if fork.worker == owner else _Stage.ASKING
         held = self._held[fork] = _HeldFork(ref, fork, owner, stage)
-        actions = self._mark_unreachable(held, owner) if is_stale else self._first_actions(held)
+        actions: list[Action] = []
+        if is_stale or owner in self._lost:
+            actions = self._mark_unreachable(held, owner)
+        elif stage is _Stage.ASKING:
+            actions = self._ask(held)
         return RefHandle(ref, owner, fork, incarnation), actions
 
     def handle_ended(self, handle: RefHandle) -> list[Action]:
@@ -219,6 +207,19 @@ class RefTable:
 
     # Messages of other workers.
 
+    def answered(self, sent: Sending, verdict: Verdict | None) -> list[Action]:
+        """A message of ours was answered, with the verdict if the answer has one."""
+        match sent:
+            case SendAccept() | SendDrop():
+                self.acknowledged(sent)
+            case SendFork() if verdict is not None:
+                return self.fork_answered(sent.fork, verdict) + self.fork_unwanted(sent, verdict)
+            case AskMaker() if verdict is not None:
+                return self.maker_answered(sent.fork, verdict)
+            case _:
+                pass  # a Fork or AskMaker without a verdict: it stays unanswered
+        return []
+
     def fork_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The owner answered our Fork."""
         held = self._held.get(fork)
@@ -226,11 +227,9 @@ class RefTable:
             return []
         if verdict is Verdict.NOT_YET:
             return [] if fork.worker == self._me else [AskMaker(fork, fork.worker)]
-        return (
-            self._counted(held)
-            if verdict is Verdict.COUNTED
-            else self._mark_unreachable(held, fork.worker)
-        )
+        if verdict is Verdict.COUNTED:
+            return self._counted(held)
+        return self._mark_unreachable(held, fork.worker)
 
     def maker_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The maker of our fork answered whether the value may still be created."""
@@ -245,37 +244,35 @@ class RefTable:
         is_wanted = held is not None and held.stage is not _Stage.UNREACHABLE
         if is_wanted or verdict is not Verdict.COUNTED or asked.to in self._lost:
             return []
-        send = self._drops[asked.fork] = SendDrop(asked.ref, asked.fork, asked.to)
-        return [send]
+        return self._owe(SendDrop(asked.ref, asked.fork, asked.to))
 
     def accept_arrived(self, fork: ForkId) -> list[Action]:
         """The holder of a fork that we made no longer needs its parent."""
-        return self._child_settled(fork)
+        parent = self._children.pop(fork, None)
+        if parent is None:
+            return []
+        del parent.children[fork]
+        return self._maybe_drop(parent)
 
-    def accept_acknowledged(self, fork: ForkId) -> None:
-        """Our Accept was answered."""
-        self._accepts.pop(fork, None)
+    def acknowledged(self, sent: SendAccept | SendDrop) -> None:
+        """Our Accept or Drop was answered."""
+        self._owed.pop(sent, None)
 
     def owed_accepts(self, forks: Sequence[ForkId]) -> list[Action]:
         """The Accepts for these forks that are not acknowledged yet."""
-        return [self._accepts[fork] for fork in forks if fork in self._accepts]
-
-    def drop_acknowledged(self, fork: ForkId) -> None:
-        """Our Drop was answered."""
-        self._drops.pop(fork, None)
+        return [send for fork in forks if (send := SendAccept(fork, fork.worker)) in self._owed]
 
     def peer_lost(self, worker: WorkerId) -> list[Action]:
         """A peer is gone, with what it held, what it owned, and the messages on their way to it."""
         self._lost.add(worker)
-        self._accepts = {fork: send for fork, send in self._accepts.items() if send.to != worker}
-        self._drops = {fork: send for fork, send in self._drops.items() if send.to != worker}
+        self._owed = dict.fromkeys(send for send in self._owed if send.to != worker)
         actions = self.owned.holder_lost(worker)
         for held in list(self._held.values()):
             # A creating call may be sent after the loss; it is settled when that call ends.
             if held.owner == worker and held.stage is not _Stage.CREATING:
                 actions += self._mark_unreachable(held, worker)
-        for child in [child for child, made in self._children.items() if made.to == worker]:
-            actions += self._child_settled(child)
+        for child in [child for child in self._children if self.taker_of(child) == worker]:
+            actions += self.accept_arrived(child)
         return actions
 
     def peer_joined(self, worker: WorkerId) -> None:
@@ -285,11 +282,6 @@ class RefTable:
     # Queries.
 
     def is_confirmed(self, fork: ForkId) -> bool:
-        """Whether the owner has counted a fork that we hold."""
-        held = self._held.get(fork)
-        return held is not None and held.stage is _Stage.COUNTED
-
-    def is_lendable(self, fork: ForkId) -> bool:
         """Whether a fork is counted and its handle has not ended: it keeps the value alive."""
         held = self._held.get(fork)
         return held is not None and held.alive and held.stage is _Stage.COUNTED
@@ -306,16 +298,11 @@ class RefTable:
 
     def pending(self) -> bool:
         """Whether a graceful shutdown has to wait for messages about references."""
-        return self.unsettled() or bool(self._accepts or self._drops)
+        return self.unsettled() or bool(self._owed)
 
     def unacknowledged(self) -> list[Action]:
         """All that was sent and not answered: to be sent again."""
-        forks = [
-            SendFork(held.ref, held.fork, held.owner, held.n)
-            for held in self._held.values()
-            if held.n is not None
-        ]
-        return [*forks, *self._accepts.values(), *self._drops.values()]
+        return [*(fork for asked in self._asked.values() for fork in asked.values()), *self._owed]
 
     def may_come(self, fork: ForkId, asker: WorkerId) -> Verdict:
         """Whether a value may still be created: NOT_YET while we keep the fork for `asker`."""
@@ -323,12 +310,12 @@ class RefTable:
 
     def taker_of(self, fork: ForkId) -> WorkerId | None:
         """The worker for which we made a fork, if it has not accepted it yet."""
-        made = self._children.get(fork)
-        return None if made is None else made.to
+        parent = self._children.get(fork)
+        return None if parent is None else parent.children[fork]
 
     def acked_below(self, owner: WorkerId) -> int:
-        """Returns n such that every request to this owner numbered below n is answered."""
-        return self._requests.acked_below(owner)
+        """No request to this owner below this number will be repeated."""
+        return next(iter(self._asked[owner]), self._next_request)
 
     def unsettled(self) -> bool:
         """Whether a fork held here is not counted yet, or one made here not accepted."""
@@ -346,7 +333,7 @@ class RefTable:
             held=len(held),
             pending_users=sum(fork.stage in _WAITING for fork in held),
             pending_children=len(self._children),
-            unacknowledged=len(self._accepts) + len(self._drops),
+            unacknowledged=len(self._owed),
         )
 
     def _number(self) -> int:
@@ -377,20 +364,16 @@ class RefTable:
             )
         return held
 
-    def _first_actions(self, held: _HeldFork) -> list[Action]:
-        if held.owner in self._lost:
-            return self._mark_unreachable(held, held.owner)
-        return [] if held.stage is _Stage.COUNTED else self._ask(held)
-
     def _ask(self, held: _HeldFork) -> list[Action]:
-        n = held.n = self._requests.new(held.owner)
+        n, self._next_request = self._next_request, self._next_request + 1
         held.stage = _Stage.ASKING
-        return [SendFork(held.ref, held.fork, held.owner, n)]
+        held.asked = self._asked[held.owner][n] = SendFork(held.ref, held.fork, held.owner, n)
+        return [held.asked]
 
     def _ask_no_more(self, held: _HeldFork) -> None:
-        if held.n is not None:
-            self._requests.settled(held.owner, held.n)
-            held.n = None
+        if held.asked is not None:
+            del self._asked[held.owner][held.asked.n]
+            held.asked = None
 
     def _counted(self, held: _HeldFork) -> list[Action]:
         self._ask_no_more(held)
@@ -425,22 +408,14 @@ class RefTable:
         if held.alive or held.children or held.stage is not _Stage.COUNTED:
             return []
         del self._held[held.fork]
-        send = self._drops[held.fork] = SendDrop(held.ref, held.fork, held.owner)
-        return [send]
+        return self._owe(SendDrop(held.ref, held.fork, held.owner))
 
     def _accept(self, fork: ForkId) -> list[Action]:
         maker = fork.worker
         if maker == self._me:
-            return self._child_settled(fork)
-        if maker in self._lost:
-            return []
-        send = self._accepts[fork] = SendAccept(fork, maker)
-        return [send]
+            return self.accept_arrived(fork)
+        return [] if maker in self._lost else self._owe(SendAccept(fork, maker))
 
-    def _child_settled(self, child: ForkId) -> list[Action]:
-        made = self._children.pop(child, None)
-        if made is None:
-            return []
-        parent = self._held[made.parent]
-        parent.children.remove(child)
-        return self._maybe_drop(parent)
+    def _owe(self, send: SendAccept | SendDrop) -> list[Action]:
+        self._owed[send] = None
+        return [send]

@@ -5,20 +5,26 @@ random programs under random faults, and checks that gradients are exact or an e
 blame, that everything ends in time, and that nothing is left behind.
 
     scheduler     one thread at a time, chosen by the seed; the clock jumps when nobody can run
-    primitives    locks, conditions, queues and threads that hand over instead of blocking
-    environment   puts them where gradwire's modules look for Python's
+    primitives    locks, queues and threads that hand over instead of blocking, in the place of
+                  Python's
     links         a transport whose frames take time, are held, repeated or lost
     world         real workers on all of that, each a process that can crash
     faults        when which fault happens
     programs      random programs, and what they give in one process
     stage         plays them and checks each step
-    history       one seed from beginning to end
-    batch         many of them
-    own_program   `simulate`
+    history       one seed from beginning to end: `play`, and `simulate`
+    batch         many of them, and the command
 """
 
 from gradwire.testing.simulate.faults import Faults
-from gradwire.testing.simulate.history import History, Setting, play, setting_of
-from gradwire.testing.simulate.own_program import Outcome, Stuck, simulate
+from gradwire.testing.simulate.history import (
+    History,
+    Outcome,
+    Setting,
+    Stuck,
+    play,
+    setting_of,
+    simulate,
+)
 
 __all__ = ["Faults", "Outcome", "Setting", "Stuck", "History", "play", "setting_of", "simulate"]

@@ -1,9 +1,12 @@
-"""Many histories, one after the other or on several cores, and what they add up to."""
+"""Play many histories, print what a seed stands for, what failed, and what they add up to."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import multiprocessing
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,23 +17,10 @@ import torch
 
 from gradwire.testing.simulate.history import History, play, setting_of
 
+_FAULTS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "heal", "repeat", "lie")
 _EFFECTS = ("lost frames", "late frames", "failed steps", "good steps")
-_KINDS = {
-    False: (
-        "crash",
-        "silent crash",
-        "restart",
-        "cut",
-        "stall",
-        "slow",
-        "heal",
-        "repeat",
-        "lie",
-        *_EFFECTS,
-    ),
-    True: ("crash", "silent crash", "cut", "stall", "slow", "repeat", "lie", *_EFFECTS),
-}
-"""Faults that a batch should have, and their effects, by whether faults never heal."""
+_MOST_SHOWN = 5
+_TELL_SECONDS = 5.0
 _FREEZE_EVERY = 50
 _SHARE = 25
 """How many seeds a process is given at a time."""
@@ -45,6 +35,11 @@ class Summary:
     failed: list[History] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
+    def kinds(self) -> list[str]:
+        """Faults that the batch should have, and what they must bring about."""
+        never = ("restart", "heal") if self.liveness else ()
+        return [kind for kind in (*_FAULTS, *_EFFECTS) if kind not in never]
+
     def add(self, other: Summary) -> None:
         """Add another batch of the same kind."""
         self.seeds += other.seeds
@@ -52,13 +47,13 @@ class Summary:
         self.counts += other.counts
 
     def missing(self) -> list[str]:
-        """Faults, and what they must bring about, that no history of the batch had."""
-        return [kind for kind in _KINDS[self.liveness] if not self.counts[kind]]
+        """Those that no history of the batch had."""
+        return [kind for kind in self.kinds() if not self.counts[kind]]
 
     def lines(self) -> list[str]:
         """As people read it."""
         mode = "liveness" if self.liveness else "safety"
-        told = ", ".join(f"{self.counts[kind]} {kind}" for kind in _KINDS[self.liveness])
+        told = ", ".join(f"{self.counts[kind]} {kind}" for kind in self.kinds())
         return [f"{self.seeds} seeds ({mode}), {len(self.failed)} with violations", f"  {told}"]
 
 
@@ -79,10 +74,7 @@ def run(
                 gc.collect()
                 gc.freeze()
             told = play(setting_of(seed, liveness=liveness))
-            summary.seeds += 1
-            summary.counts += told.counts
-            if told.violations:
-                summary.failed.append(told)
+            summary.add(Summary(liveness, 1, [told] if told.violations else [], told.counts))
             if not on_told(told, summary):
                 break
     finally:
@@ -115,3 +107,56 @@ def run_on_cores(
                 pool.shutdown(cancel_futures=True)
                 break
     return summary
+
+
+# -- the command
+
+
+def main() -> int:
+    """0 if nothing was violated."""
+    parser = argparse.ArgumentParser("python -m gradwire.testing.simulate", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--jobs", type=int, default=1, help="in so many processes")
+    parser.add_argument("--liveness", action="store_true", help="faults never heal")
+    parser.add_argument("--trace", action="store_true", help="print what happened in any case")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began = told_at = time.monotonic()
+
+    def goes_on(summary: Summary) -> bool:
+        """Report progress now and then; False once there is enough to look at."""
+        nonlocal told_at
+        now, failed = time.monotonic(), len(summary.failed)
+        if now - told_at > _TELL_SECONDS:
+            told_at = now
+            far = f"{summary.seeds} of {options.seeds} seeds, {summary.seeds / (now - began):.0f}/s"
+            print(f"{far}, {failed} with violations", file=sys.stderr, flush=True)
+        return failed < _MOST_SHOWN
+
+    def on_told(told: History, summary: Summary) -> bool:
+        if options.trace or options.seeds == 1 or told.violations:
+            _show(told, trace=options.trace)
+        return goes_on(summary)
+
+    seeds = range(options.seed, options.seed + options.seeds)
+    if options.jobs == 1 or options.trace:
+        summary = run(seeds, liveness=options.liveness, on_told=on_told)
+    else:
+        summary = run_on_cores(seeds, options.jobs, liveness=options.liveness, on_some=goes_on)
+        for told in summary.failed[:_MOST_SHOWN]:
+            _show(told)
+    print("\n".join(summary.lines()))
+    again = " --liveness" if options.liveness else ""
+    for told in summary.failed:
+        seed = told.setting.seed
+        print(f"again: python -m gradwire.testing.simulate --seed {seed}{again}")
+    return 1 if summary.failed else 0
+
+
+def _show(told: History, *, trace: bool = False) -> None:
+    print("\n".join(told.setting.lines()))
+    if trace or told.violations:
+        print("\n".join(told.trace))
+    for violation in told.violations:
+        print(f"VIOLATED {violation}")

@@ -59,12 +59,13 @@ class Nemesis:
         self._is_over = False
         kinds: list[Callable[[], None]] = [
             *[self._crash] * faults.crashes,
-            *[partial(self._hit_link, "cut", self._cut)] * faults.cuts,
-            *[partial(self._hit_link, "stall", self._stall)] * faults.stalls,
-            *[partial(self._hit_link, "slow", self._slow)] * faults.slow,
+            *[partial(self._hit_link, "cut")] * faults.cuts,
+            *[partial(self._hit_link, "stall")] * faults.stalls,
+            *[partial(self._hit_link, "slow")] * faults.slow,
             *[self._lie] * faults.lies,
         ]
-        for act in map(self._unless_over, kinds):
+        for kind in kinds:
+            act = partial(self._unless_over, kind)
             if self._random.random() < 0.5:
                 world.at(BACKWARD, self._random.randint(1, max(2, faults.within // 5)), act)
             else:
@@ -80,10 +81,6 @@ class Nemesis:
             if self._world.is_open:
                 for name in self._world.names:
                     self._restart(name)
-
-    def has_stalled(self) -> bool:
-        """Whether a link is stalled now."""
-        return any(link.is_stalled for link in self._world.network.links.values())
 
     def _crash(self) -> None:
         world, workers = self._world, self._world.workers()
@@ -110,24 +107,20 @@ class Nemesis:
         world.fault("restart", name)
         world.start_worker(name)
 
-    def _hit_link(self, kind: str, harm: Callable[[Link], None]) -> None:
+    def _hit_link(self, kind: str) -> None:
         a, b = self._random.sample(self._world.names, 2)
         self.victims |= {a, b}
         self.may_be_silent = True
         link = self._world.network.link(a, b)
         self._world.fault(kind, link.name)
-        harm(link)
+        if kind == "cut":
+            self._world.network.cut(link, silent_for=self._random.choice((0.0, 0.0, 0.1)))
+        elif kind == "stall":
+            link.is_stalled = True
+        else:
+            link.slowness = self._random.choice((10.0, 50.0, 300.0))
         if self._faults.heal:
             self._later(lambda: self._heal(link))
-
-    def _cut(self, link: Link) -> None:
-        self._world.network.cut(link, silent_for=self._random.choice((0.0, 0.0, 0.1)))
-
-    def _stall(self, link: Link) -> None:
-        link.is_stalled = True
-
-    def _slow(self, link: Link) -> None:
-        link.slowness = self._random.choice((10.0, 50.0, 300.0))
 
     def _lie(self) -> None:
         """A worker releases edges that lead to another."""
@@ -156,12 +149,9 @@ class Nemesis:
     def _later(self, act: Callable[[], None]) -> None:
         seconds = 0.005 * 1200 ** self._random.random()
         scheduler = self._world.scheduler
-        scheduler.at(scheduler.now + seconds, self._unless_over(act))
+        scheduler.at(scheduler.now + seconds, partial(self._unless_over, act))
 
-    def _unless_over(self, act: Callable[[], None]) -> Callable[[], None]:
+    def _unless_over(self, act: Callable[[], None]) -> None:
         # What was due before the end may come only after it.
-        def unless_over() -> None:
-            if not self._is_over:
-                act()
-
-        return unless_over
+        if not self._is_over:
+            act()

@@ -1,22 +1,26 @@
-"""One history: a world, its programs and its faults, all from one seed; what was checked of it."""
+"""One history: a world, its programs and its faults, all from one seed; what was checked of it.
+
+`play` runs random programs, `simulate` one of your own.
+"""
 
 from __future__ import annotations
 
 import gc
 import random
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from gradwire.errors import DeadlinePassed
+from gradwire.errors import DeadlinePassed, GradwireError
 from gradwire.options import Options, Timeouts
-from gradwire.rpc.worker import Worker
+from gradwire.rpc.worker import Exposed, Worker
 from gradwire.testing.simulate import programs
 from gradwire.testing.simulate.faults import Faults, Nemesis
 from gradwire.testing.simulate.programs import Script, random_script
-from gradwire.testing.simulate.scheduler import Runaway
+from gradwire.testing.simulate.scheduler import Runaway, Task
 from gradwire.testing.simulate.stage import StepRun
 from gradwire.testing.simulate.world import World
 
@@ -30,6 +34,7 @@ TIMEOUTS = Timeouts(
     suspect=2.0,
     dead=6.0,
 )
+T = TypeVar("T")
 _NOTICED_SECONDS = 2.5
 """The longest that the end of a worker stays unseen by its peers."""
 _SETTLED_SECONDS = 1.0
@@ -107,10 +112,9 @@ def play(setting: Setting) -> History:
         capacity=setting.capacity,
         repeats=setting.faults.repeats,
     ) as world:
+        world.start()
         violations = _Playing(world, setting).run()
-    world.counts["late frames"] += world.network.late
-    world.counts["lost frames"] += world.network.lost
-    return History(setting, violations, world.lines(), world.counts, world.scheduler.switches)
+    return History(setting, violations, world.lines, world.counts, world.scheduler.switches)
 
 
 class _Playing:
@@ -118,38 +122,35 @@ class _Playing:
 
     def __init__(self, world: World, setting: Setting) -> None:
         self._world, self._setting = world, setting
+        self._nemesis = Nemesis(world, setting.faults, setting.seed)
+        self._stage = world.scheduler.stage = StepRun(world, self._nemesis)
 
     def run(self) -> list[str]:
         """All acts; what was violated."""
-        world, setting = self._world, self._setting
-        world.start()
-        self._nemesis = Nemesis(world, setting.faults, setting.seed)
-        self._stage = world.scheduler.stage = StepRun(world, self._nemesis)
         try:
-            self._play({f"{s.root}'s": s for s in setting.scripts}, "the program")
+            self._play({f"{s.root}'s": s for s in self._setting.scripts}, "the program")
             for act in (self._mend, self._recover, self._look_around, self._maybe_leave):
                 if not self._stage.violations:
                     act()
         except Runaway as runaway:
             self._stage.violate("I3", str(runaway))
-        for name, error in world.scheduler.errors:
+        for name, error in self._world.scheduler.errors:
             self._stage.violate("I3", f"{name} ended with {error!r}")
         return self._stage.violations
 
     def _play(self, scripts: dict[str, Script], what: str) -> None:
         """Until each is over, or its worker gone."""
-        world, stage = self._world, self._stage
-        roots = {name: world.incarnations[script.root] for name, script in scripts.items()}
-        for name, script in scripts.items():
-            world.run_as(script.root, what, partial(stage.play, script, name))
+        tasks = [
+            self._world.run_as(script.root, what, partial(self._stage.play, script, name))
+            for name, script in scripts.items()
+        ]
+        self._run_to_their_end(tasks, 200.0, "still waiting after 200 s: ")
 
-        def is_over() -> bool:
-            return all(n in stage.over or root.process.is_dead for n, root in roots.items())
-
-        world.scheduler.run(world.scheduler.now + 200.0, is_over)
-        if not is_over() and not world.scheduler.errors:
-            waiting = ", ".join(t.name for t in world.scheduler.waiting() if what in t.name)
-            stage.violate("I3", f"still waiting after 200 s: {waiting}")
+    def _run_to_their_end(self, tasks: list[Task], seconds: float, otherwise: str) -> None:
+        scheduler = self._world.scheduler
+        if not scheduler.run(scheduler.now + seconds, lambda: all(t.has_ended() for t in tasks)):
+            late = ", ".join(task.name for task in tasks if not task.has_ended())
+            self._stage.violate("I3", f"{otherwise}{late}")
 
     def _mend(self) -> None:
         """No more faults; then peers notice silent crashes, and restarted workers join."""
@@ -157,10 +158,8 @@ class _Playing:
         self._nemesis.end()
         world.scheduler.run(world.scheduler.now + _NOTICED_SECONDS)
         if self._setting.is_open and self._setting.faults.heal:
-            everyone = len(world.names)
             limit = world.scheduler.now + 2 * TIMEOUTS.join
-            world.scheduler.run(limit, lambda: len(world.workers()) == everyone)
-            if len(world.workers()) != everyone:
+            if not world.scheduler.run(limit, world.are_all_here):
                 self._stage.violate("I6", "a worker that was restarted did not join")
 
     def _recover(self) -> None:
@@ -196,7 +195,8 @@ class _Playing:
             stage.check_part(name)
 
     def _left(self) -> list[str]:
-        if not self._setting.faults.heal and self._nemesis.has_stalled():
+        links = self._world.network.links.values()
+        if not self._setting.faults.heal and any(link.is_stalled for link in links):
             return []  # who cannot be reached cannot be told to forget
         with self._world.scheduler.aside():
             return [text for worker in self._world.workers().values() for text in leaks(worker)]
@@ -208,28 +208,18 @@ class _Playing:
         """
         if not self._setting.leaves:
             return
-        world = self._world
-        left: set[str] = set()
-        limit = TIMEOUTS.dead + TIMEOUTS.shutdown
 
-        def leave(name: str) -> None:
-            worker = world.incarnations[name].worker
-            assert worker is not None
+        def leave(worker: Worker) -> None:
             try:
                 worker.shutdown(graceful=True)
             except DeadlinePassed:
                 if self._setting.faults.heal:
                     raise
-            left.add(name)
 
-        alive = list(world.workers())
-        for name in alive:
-            world.run_as(name, "shutdown", partial(leave, name))
-        began = world.scheduler.now
-        world.scheduler.run(began + limit + 5.0, lambda: len(left) == len(alive))
-        late = sorted(set(alive) - left)
-        if late:
-            self._stage.violate("I3", f"shutdown did not end on {', '.join(late)}")
+        workers = self._world.workers().items()
+        tasks = [self._world.run_as(name, "shutdown", partial(leave, w)) for name, w in workers]
+        limit = TIMEOUTS.dead + TIMEOUTS.shutdown + 5.0
+        self._run_to_their_end(tasks, limit, "did not end: ")
 
 
 def leaks(worker: Worker) -> list[str]:
@@ -247,3 +237,88 @@ def leaks(worker: Worker) -> list[str]:
         **{f"references {name}": n for name, n in asdict(worker.refs.statistics()).items()},
     }
     return [f"{worker.name} still has {n} {what}" for what, n in found.items() if n]
+
+
+# -- programs of your own
+
+
+class Stuck(GradwireError):
+    """A program did not end in the time it had, or nothing could happen any more."""
+
+
+@dataclass(slots=True)
+class Outcome(Generic[T]):
+    """How a program ended: `result`, or the `error` that it raised; and all that happened."""
+
+    result: T | None
+    error: BaseException | None
+    trace: list[str]
+    counts: Counter[str]
+    """faults that were injected and events of the workers, by kind"""
+    seconds: float
+    """on the simulated clock"""
+
+
+def simulate(
+    program: Callable[[], T],
+    *,
+    workers: int = 3,
+    seed: int = 0,
+    faults: Faults | None = None,
+    expose: Exposed = (),
+    options: Options | None = None,
+    is_open: bool = False,
+    seconds: float = 600.0,
+) -> Outcome[T]:
+    """Run a program as worker w0 of w0, w1, … in a simulated world; one seed, one history.
+
+    Real workers run it: only threads, links and the clock are simulated, also in the modules you
+    expose. w0 itself does not crash. In an open world the others come back after a crash, unless
+    `Faults(heal=False)`. Raises `Stuck` if the program has not ended after so many seconds.
+
+    >>> def step():
+    ...     x = torch.ones(2, requires_grad=True)
+    ...     gradwire.rpc_sync("w1", torch.mul, args=(x, 3)).sum().backward()
+    ...     return x.grad.tolist()
+    >>> simulate(step, workers=2, seed=1).result
+    [3.0, 3.0]
+    >>> print(simulate(step, workers=2, seed=3, faults=Faults(crashes=1, within=5)).error)
+    w1 was lost: connection closed by peer [memory://w1.0], in the middle of p0.1
+    """
+    faults = faults or Faults()
+    with World(
+        seed,
+        workers,
+        options=options or Options(),
+        expose=expose,
+        is_open=is_open,
+        repeats=faults.repeats,
+        most_switches=10_000_000,
+    ) as world:
+        world.start()
+        Nemesis(world, replace(faults, spared=(*faults.spared, "w0")), seed)
+        return _run(world, program, seconds)
+
+
+def _run(world: World, program: Callable[[], T], seconds: float) -> Outcome[T]:
+    ended: list[Outcome[T]] = []
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = program()
+        except Exception as raised:
+            error = raised.with_traceback(None)
+        now = world.scheduler.now
+        ended.append(Outcome(result, error, world.lines[:], world.counts, now))
+
+    world.run_as("w0", "program", run)
+    if world.scheduler.run(world.scheduler.now + seconds, lambda: bool(ended)):
+        return ended[0]
+    waiting = ", ".join(task.name for task in world.scheduler.waiting()) or "nobody"
+    last = "\n".join(world.lines[-20:])
+    raise Stuck(
+        f"the program has not ended after {seconds:g} s; waiting: {waiting}; the last that "
+        f"happened:\n{last}",
+        hint="a lock or a queue of the program's own is simulated only in exposed modules",
+    )

@@ -2,29 +2,37 @@
 
 Nothing here is locked, as one thread runs at a time. Where a real one would block, it hands the
 baton on. Used outside of a history (a finalizer that comes late) they do nothing.
+
+While a history runs, everything that a module of gradwire calls `threading`, `time` or `queue`, or
+has taken from `queue`, is replaced: no module need know of it, and a new one is simulated without
+being told. Threads that are not simulated get the real thing all the while.
 """
+
+# ruff: noqa: D102 (methods are those of the standard library's classes)
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import queue
+import re
+import sys
 import threading
+import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from queue import Empty
-from typing import Any, cast, final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from operator import attrgetter
+from types import ModuleType
+from typing import Any, final
 
 from gradwire import threads
-from gradwire.testing.simulate.scheduler import Scheduler, Task, Unwound, Wait
-
-
-def _until(scheduler: Scheduler, timeout: float | None) -> float | None:
-    if timeout is None or timeout < 0 or timeout >= threading.TIMEOUT_MAX:
-        return None
-    return scheduler.now + timeout
-
-
-def now(scheduler: Scheduler) -> float:
-    """As time.monotonic."""
-    return scheduler.now
+from gradwire.autograd import scope
+from gradwire.autograd.graph import edges, walk
+from gradwire.testing.simulate.scheduler import Scheduler, Task, Unwound, Wait, here
 
 
 def sleep(scheduler: Scheduler, seconds: float) -> None:
@@ -45,7 +53,6 @@ class Lock:
         self._waits: list[Wait] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, in time."""
         scheduler = self._scheduler
         if scheduler.current is None:
             return True
@@ -55,7 +62,7 @@ class Lock:
         if self._is_held:
             if not blocking:
                 return False
-            until = _until(scheduler, timeout)
+            until = scheduler.deadline(timeout)
             while self._is_held:
                 if not scheduler.block(self._waits, until):
                     return False
@@ -63,7 +70,6 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Give it back; the next may have it."""
         if self._scheduler.current is None:
             return  # nor was it taken
         self._is_held = False
@@ -82,7 +88,6 @@ class Lock:
         self._depth = depth
 
     def locked(self) -> bool:
-        """Whether somebody has it."""
         return self._is_held
 
     def __enter__(self) -> bool:
@@ -103,7 +108,6 @@ class RLock(Lock):
         self._owner: Task | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, or take it once more."""
         me = self._scheduler.current
         if me is None:
             return True
@@ -115,7 +119,6 @@ class RLock(Lock):
         return True
 
     def release(self) -> None:
-        """Give it back, if it was taken as often."""
         if self._scheduler.current is None:
             return
         self._depth -= 1
@@ -145,18 +148,16 @@ class Condition:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until notified; False if that took too long."""
         if self._scheduler.current is None:
             return False
         depth = self._lock.let_go()
         try:
-            return self._scheduler.block(self._waits, _until(self._scheduler, timeout))
+            return self._scheduler.block(self._waits, self._scheduler.deadline(timeout))
         finally:
             self._lock.take_back(depth)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:  # noqa: ANN401
-        """Until it is true; what it gave last."""
-        until = _until(self._scheduler, timeout)
+        until = self._scheduler.deadline(timeout)
         while not (result := predicate()):
             if until is not None and self._scheduler.now >= until:
                 break
@@ -164,11 +165,9 @@ class Condition:
         return result
 
     def notify(self, n: int = 1) -> None:
-        """Wake so many."""
         self._scheduler.wake(self._waits, n)
 
     def notify_all(self) -> None:
-        """Wake all."""
         self._scheduler.wake(self._waits, len(self._waits))
 
 
@@ -182,22 +181,18 @@ class Event:
         self._waits: list[Wait] = []
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
         return self._is_set
 
     def set(self) -> None:
-        """It has happened."""
         self._is_set = True
         self._scheduler.wake(self._waits, len(self._waits))
 
     def clear(self) -> None:
-        """It has not happened."""
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until it happens; whether it has."""
         if not self._is_set and self._scheduler.current is not None:
-            self._scheduler.block(self._waits, _until(self._scheduler, timeout))
+            self._scheduler.block(self._waits, self._scheduler.deadline(timeout))
         return self._is_set
 
 
@@ -218,27 +213,23 @@ class SimpleQueue:
     put_nowait = put
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ANN401
-        """The first, or Empty."""
-        until = _until(self._scheduler, timeout)
+        until = self._scheduler.deadline(timeout)
         while not self._items:
             if not block or not self._scheduler.block(self._waits, until):
-                raise Empty
+                raise queue.Empty
         return self._items.popleft()
 
     def get_nowait(self) -> Any:  # noqa: ANN401
-        """The first, if it is there."""
         return self.get(block=False)
 
     def empty(self) -> bool:
-        """Whether there is none."""
         return not self._items
 
     def qsize(self) -> int:
-        """How many there are."""
         return len(self._items)
 
 
-class Thread:
+class Thread(Task):
     """As threading.Thread; belongs to the worker that starts it."""
 
     def __init__(
@@ -252,41 +243,17 @@ class Thread:
         *,
         daemon: bool | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        super().__init__(scheduler, name or "thread")
         self._target, self._args, self._kwargs = target, tuple(args), dict(kwargs or {})
-        self.name, self.daemon = name or "thread", bool(daemon)
-        self._task: Task | None = None
-        self._number = next(scheduler.numbers)
-
-    def __hash__(self) -> int:
-        return self._number  # sets of threads are walked in an order that the seed decides
+        self.daemon = bool(daemon)
 
     def start(self) -> None:
-        """Let it run."""
-        scheduler = self._scheduler
-        self._task = scheduler.spawn(self.name, scheduler.me().process, self._run)
-        self._task.thread = self
+        self.scheduler.start(self, self.scheduler.me().process, self._run)
 
     def _run(self) -> None:
         target, self._target = self._target, None
         if target is not None:
             target(*self._args, **self._kwargs)
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
-        task = self._task
-        assert task is not None, "it was not started"
-        if not task.over and self._scheduler.current is not None:
-            self._scheduler.block(task.waiters, _until(self._scheduler, timeout))
-
-    def is_alive(self) -> bool:
-        """Whether it has begun and not ended."""
-        return self._task is not None and not self._task.over
-
-    @property
-    def ident(self) -> int | None:
-        """A number of its own."""
-        return None if self._task is None else id(self._task)
 
 
 def thread(
@@ -299,15 +266,6 @@ def thread(
         target()
 
     return Thread(scheduler, name=name, target=run, daemon=True)
-
-
-def current_thread(scheduler: Scheduler) -> Thread:
-    """The one that asks."""
-    task = scheduler.me()
-    if task.thread is None:
-        task.thread = Thread(scheduler, name=task.name)
-        task.thread._task = task
-    return cast(Thread, task.thread)
 
 
 @final
@@ -331,5 +289,107 @@ class Timer(Thread):
         super().__init__(scheduler, target=later, name="timer", args=args, kwargs=kwargs)
 
     def cancel(self) -> None:
-        """It will not be called."""
         self._cancelled.set()
+
+
+# -- in their place
+
+
+def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
+    """The simulated one for simulated threads, the real one for others."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        scheduler = here()
+        return real(*args, **kwargs) if scheduler is None else simulated(scheduler, *args, **kwargs)
+
+    made.__name__ = real.__name__
+    return made
+
+
+def _copy(module: ModuleType, **changed: object) -> ModuleType:
+    copied = ModuleType(module.__name__)
+    vars(copied).update(vars(module) | changed)
+    return copied
+
+
+_OURS = re.compile(r"gradwire\.(?!testing\.simulate)")
+_ROOM = 20
+"""Threads are short-lived here, and programs not deep: room for more is most of a thread's work."""
+
+_simple_queue = _either(queue.SimpleQueue, SimpleQueue)
+_instead: dict[int, object] = {
+    id(threading): _copy(
+        threading,
+        Lock=_either(threading.Lock, Lock),
+        RLock=_either(threading.RLock, RLock),
+        Condition=_either(threading.Condition, Condition),
+        Event=_either(threading.Event, Event),
+        Thread=_either(threading.Thread, Thread),
+        Timer=_either(threading.Timer, Timer),
+        current_thread=_either(threading.current_thread, Scheduler.me),
+    ),
+    id(time): _copy(
+        time,
+        **dict.fromkeys(
+            ("monotonic", "perf_counter", "time"), _either(time.monotonic, attrgetter("now"))
+        ),
+        sleep=_either(time.sleep, sleep),
+    ),
+    id(queue): _copy(queue, SimpleQueue=_simple_queue),
+    id(queue.SimpleQueue): _simple_queue,
+    id(threads.thread): _either(threads.thread, thread),
+}
+
+
+@lru_cache(1)
+def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
+    """Looked for again when there are more modules than last time."""
+    return _places([module for name, module in list(sys.modules.items()) if _OURS.match(name)])
+
+
+def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
+    return [
+        (module, name, value)
+        for module in modules
+        for name, value in list(vars(module).items())
+        if id(value) in _instead
+    ]
+
+
+@contextmanager
+def simulated(
+    modules: list[ModuleType], on_log: Callable[[logging.LogRecord], bool]
+) -> Iterator[None]:
+    """Simulated threads and time in gradwire and in these modules, for the block.
+
+    In it there is no garbage collection, no warning, and nothing is printed of Unwound. `on_log` is
+    given what gradwire logs, and says whether it is logged elsewhere.
+    """
+    log, hook = logging.getLogger("gradwire"), sys.unraisablehook
+
+    def unraisable(what: Any) -> None:  # noqa: ANN401
+        if not issubclass(what.exc_type, Unwound):
+            hook(what)
+
+    changes: list[tuple[Any, str, object]] = [
+        (module, name, _instead[id(value)])
+        for module, name, value in [*_places_of_ours(len(sys.modules)), *_places(modules)]
+    ]
+    changes += [(module, "ROOM", _ROOM) for module in (edges, scope, walk)]
+    changes.append((sys, "unraisablehook", unraisable))
+    with ExitStack() as undo, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing, name, value in changes:
+            undo.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, value)
+        if gc.isenabled():
+            undo.callback(gc.enable)
+            gc.disable()
+        if hasattr(os, "sched_setaffinity"):
+            # One thread runs at a time: on two cores each hand-over would wake the other core.
+            allowed = os.sched_getaffinity(0)
+            undo.callback(os.sched_setaffinity, 0, allowed)
+            os.sched_setaffinity(0, {sorted(allowed)[os.getpid() % len(allowed)]})
+        log.addFilter(on_log)
+        undo.callback(log.removeFilter, on_log)
+        yield

@@ -92,22 +92,22 @@ class ExpectedStep(NamedTuple):
 
 @final
 class Parameter:
-    """A parameter on a worker, and the function that uses it."""
+    """A parameter on a worker, and the function that uses it; without a name, in one process."""
 
     def __init__(self, name: str, values: list[int]) -> None:
         self.p = torch.tensor(values, dtype=torch.float64, requires_grad=True)
         self._kept: torch.Tensor | None = None
         scheduler = here()
-        if name and scheduler is not None:
-            scheduler.stage.made(name, self.p)
+        self._stage = scheduler.stage if name and scheduler is not None else None
+        if self._stage is not None:
+            self._stage.made(name, self.p)
 
     def forward(
         self, x: torch.Tensor, ticket: int, factor: int, is_kept: bool, children: list[Any]
     ) -> torch.Tensor:
         """Use the parameter, call the children, use what they return."""
-        scheduler = here()
-        if scheduler is not None and ticket:
-            scheduler.stage.ran(ticket)
+        if self._stage is not None:
+            self._stage.ran(ticket)
         h = x * factor + self.p
         y = h * self.p
         for out in called(h, children):
@@ -136,17 +136,17 @@ def called(h: torch.Tensor, children: Sequence[Any]) -> list[torch.Tensor]:
     return [out for is_used, out in came if is_used]
 
 
-def plan(calls: Sequence[Node], parts: Sequence[object], *, counted: bool = True) -> list[Any]:
+def plan(calls: Sequence[Node], parts: Sequence[object]) -> list[Any]:
     """The calls as `called` takes them, with these in the place of the numbers."""
     return [
         [
             parts[node.part],
-            node.ticket if counted else 0,
+            node.ticket,
             node.factor,
             node.mode,
             node.is_used,
             node.is_kept,
-            plan(node.children, parts, counted=counted),
+            plan(node.children, parts),
         ]
         for node in calls
     ]
@@ -165,11 +165,11 @@ def alone(script: Script, step: Step, last: Step | None) -> ExpectedStep:
     """The same in one process, with plain torch; the loss depends on the `last` step, if any."""
     parts = [Parameter("", list(values)) for values in script.values]
     x = torch.tensor(step.x, dtype=torch.float64, requires_grad=True)
-    outs = called(x * 2, plan(step.calls, parts, counted=False))
+    outs = called(x * 2, plan(step.calls, parts))
     if last is not None:
         before = last.calls[: last.calls_before_context()]
         h = torch.tensor(last.x, dtype=torch.float64, requires_grad=True) * 2
-        outs += called(h, plan(before, parts, counted=False))
+        outs += called(h, plan(before, parts))
     loss = loss_of(x, outs)
     found = torch.autograd.grad(loss, [x, *(part.p for part in parts)], allow_unused=True)
     times = 1 if step.way == OF_INPUT else step.times

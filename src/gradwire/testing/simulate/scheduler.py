@@ -16,7 +16,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -45,22 +45,40 @@ class Process:
     is_dead: bool = False
 
 
-@final
 class Task:
-    """One simulated thread."""
+    """One simulated thread, which its programs take for a `threading.Thread`."""
 
-    __slots__ = ("baton", "is_unwinding", "name", "over", "process", "thread", "wait", "waiters")
+    process: Process
+    """from its start on"""
+    ident: int | None = None
+    daemon = True
 
-    def __init__(self, name: str, process: Process) -> None:
-        self.name, self.process = name, process
+    def __init__(self, scheduler: Scheduler, name: str) -> None:
+        self.name, self.scheduler = name, scheduler
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
         self.is_unwinding = self.over = False
         self.wait: Wait | None = None
         self.waiters: list[Wait] = []
         """those who join it"""
-        self.thread: Any = None
-        """the `primitives.Thread` of it, if one was asked for"""
+        self._number = next(scheduler.numbers)
+
+    def __hash__(self) -> int:
+        return self._number  # sets of threads are walked in an order that the seed decides
+
+    def join(self, timeout: float | None = None) -> None:
+        """As threading.Thread.join."""
+        assert self.ident is not None, "it was not started"
+        if not self.over and self.scheduler.current is not None:
+            self.scheduler.block(self.waiters, self.scheduler.deadline(timeout))
+
+    def is_alive(self) -> bool:
+        """As threading.Thread.is_alive."""
+        return self.ident is not None and not self.over
+
+    def has_ended(self) -> bool:
+        """Whether it was started and does not run again."""
+        return self.over or self.process.is_dead
 
 
 @dataclass(eq=False, slots=True)
@@ -69,18 +87,6 @@ class Wait:
 
     task: Task
     was_woken: bool | None = None
-    timer: Timed | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Timed:
-    """Something arranged for a moment."""
-
-    act: Callable[[], None] | None
-
-    def cancel(self) -> None:
-        """It will not happen."""
-        self.act = None
 
 
 def here() -> Scheduler | None:
@@ -105,7 +111,8 @@ class Scheduler:
         self._most_switches = most_switches
         self._others = _threads()
         self._ready: list[Task] = []
-        self._arranged: list[tuple[float, int, Timed]] = []
+        self._arranged: list[tuple[float, int, Callable[[], None], Wait | None]] = []
+        """when, a number that decides between equals, what, and the wait that it may end"""
         self._at_once: list[Callable[[], None]] = []
         self._tasks: list[Task] = []
         self._outside = _thread.allocate_lock()
@@ -120,36 +127,37 @@ class Scheduler:
 
     def spawn(self, name: str, process: Process, target: Callable[[], None]) -> Task:
         """A new thread; it begins when the seed chooses it."""
-        task = Task(name, process)
+        return self.start(Task(self, name), process, target)
+
+    def start(self, task: Task, process: Process, target: Callable[[], None]) -> Task:
+        """Likewise for one that was made before."""
+        task.process, task.ident = process, id(task)
         self._tasks.append(task)
         _thread.start_new_thread(self._begin, (task, target))
         self._ready.append(task)
         return task
 
-    def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
-        """Let them run until it is done, the moment has come, or nothing more can happen."""
+    def run(self, until: float, done: Callable[[], bool] = lambda: False) -> bool:
+        """Let them run until the moment has come or nothing more can happen; True if it is done."""
         self._limit, self._is_done = until, done
         chosen = self._choose()
         if chosen is not None:
-            self.current = chosen
-            chosen.baton.release()
+            self._pass_to(chosen)
             self._outside.acquire()
             self.current = None
         if self.switches >= self._most_switches:
             raise Runaway(f"no end after {self.switches} switches, at {self.now:.3f} s")
+        return done()
 
     def close(self) -> None:
         """End every thread that is left, one after the other."""
         self.is_closed = True
-        for _, _, timed in self._arranged:
-            timed.cancel()
+        self._arranged.clear()
         for task in list(self._tasks):
             if not task.over:
                 task.is_unwinding = True
-                self.current = task
-                task.baton.release()
+                self._pass_to(task)
                 self._outside.acquire()
-            task.thread = None  # each holds the other
         self.current = None
         self._tasks.clear()
         # A thread that has handed on the baton for good still needs the interpreter to end; so does
@@ -172,17 +180,15 @@ class Scheduler:
         finally:
             self.current = current
 
-    def waiting(self) -> Iterable[Task]:
+    def waiting(self) -> list[Task]:
         """The threads of living processes that wait."""
-        return [t for t in self._tasks if not (t.over or t.process.is_dead) and t.wait is not None]
+        return [task for task in self._tasks if task.wait is not None and not task.has_ended()]
 
     # -- from simulated threads and from what was arranged
 
-    def at(self, moment: float, act: Callable[[], None]) -> Timed:
-        """Arrange something that does not block."""
-        timed = Timed(act)
-        heapq.heappush(self._arranged, (max(moment, self.now), next(self.numbers), timed))
-        return timed
+    def at(self, moment: float, act: Callable[[], None], ends: Wait | None = None) -> None:
+        """Arrange something that does not block; if it `ends` a wait, only for as long as that."""
+        heapq.heappush(self._arranged, (max(moment, self.now), next(self.numbers), act, ends))
 
     def interrupt(self, act: Callable[[], None]) -> None:
         """Do this where the thread that runs next takes a lock, sends or blocks."""
@@ -197,16 +203,20 @@ class Scheduler:
             raise Unwound
         return task
 
+    def deadline(self, timeout: float | None) -> float | None:
+        """When a wait of so many seconds ends; None if it does not."""
+        if timeout is None or timeout < 0 or timeout >= threading.TIMEOUT_MAX:
+            return None
+        return self.now + timeout
+
     def block(self, queue: list[Wait], until: float | None = None) -> bool:
         """Wait in this queue until woken; False if the moment came first."""
         task = self.me()
         wait = task.wait = Wait(task)
         queue.append(wait)
         if until is not None:
-            wait.timer = self.at(until, lambda: self._wake(wait, False))
+            self.at(until, lambda: self._wake(wait, False), wait)
         self._hand_on(task)
-        if wait.timer is not None:
-            wait.timer.cancel()
         task.wait = None
         if not wait.was_woken:
             with suppress(ValueError):
@@ -264,10 +274,10 @@ class Scheduler:
             if not self._arranged or self._arranged[0][0] > self._limit:
                 self.now = max(self.now, self._limit) if self._arranged else self.now
                 return None
-            moment, _, timed = heapq.heappop(self._arranged)
-            if timed.act is not None:
+            moment, _, act, ends = heapq.heappop(self._arranged)
+            if ends is None or ends.task.wait is ends:
                 self.now = moment
-                timed.act()
+                act()
                 self._interrupted()
                 if self._is_done():
                     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -14,25 +14,16 @@ import torch
 import gradwire
 from gradwire.autograd.graph.context import Context
 from gradwire.errors import GradwireError
+from gradwire.testing.simulate import programs
 from gradwire.testing.simulate.faults import Nemesis
-from gradwire.testing.simulate.programs import (
-    NOWHERE,
-    OF_INPUT,
-    TO_GRAD,
-    TO_MAP,
-    ExpectedStep,
-    Script,
-    Step,
-    alone,
-    called,
-    loss_of,
-    make_parts,
-    plan,
-)
+from gradwire.testing.simulate.programs import TO_GRAD, TO_MAP, Script, Step
 from gradwire.testing.simulate.world import Incarnation, World
 
 Outs = list[torch.Tensor]
 """What the calls of a step gave."""
+Gradient = torch.Tensor | None
+Gradients = dict[str, Gradient]
+"""What a step gives in one process, by the names of the parts."""
 
 _SLACK_SECONDS = 0.5
 _UNDO_SECONDS = 10.0
@@ -46,14 +37,11 @@ class MadeParameter:
     p: torch.Tensor
     """and not the part itself, which ends with the last reference to it"""
     incarnation: Incarnation
-    grad: torch.Tensor | None = None
+    grad: Gradient = None
     root: Incarnation | None = None
     """who differentiates into it"""
-    before: torch.Tensor | None = None
-    last: torch.Tensor | None = None
-    """what `.grad` was before the last step, and what each pass of that adds"""
-    times: int = 0
-    """how many passes it has; its root may crash after any of them"""
+    possible: Sequence[Gradient] = (None,)
+    """what `.grad` was before the last step, and is after each pass of it: its root may crash"""
     is_in_doubt: bool = False
     """a pass failed whose root lives there: `.grad` is as a failed local backward leaves it"""
 
@@ -69,7 +57,6 @@ class StepRun:
         self.errors: list[str] = []
         """of the steps that failed"""
         self.violations: list[str] = []
-        self.over: set[str] = set()
 
     # -- what parts say
 
@@ -110,7 +97,7 @@ class StepRun:
                     tag = f"{name}.{n}"
                     seconds = len(script.places) * self._world.options.timeouts.call
                     with self._within("remote()", seconds):
-                        parts = make_parts(script, tag)
+                        parts = programs.make_parts(script, tag)
                 last = self._step(script, n, parts, tag, last if step.uses_last else None)
             except GradwireError as raised:
                 error = f"{type(raised).__name__}: {raised}"
@@ -121,7 +108,6 @@ class StepRun:
             first_line = (error or "good").partition("\n")[0]
             self._world.note("step", script.root, f"{n} of {name}: {first_line}")
             scheduler.block([], scheduler.now + scheduler.random.choice((0.0, 0.05, 1.0)))
-        self.over.add(name)
 
     def _step(self, script: Script, n: int, parts: list[Any], tag: str, last: Outs | None) -> Outs:
         """One step, whose loss depends on what the `last` one gave, if that is given.
@@ -129,57 +115,53 @@ class StepRun:
         Returns what its calls gave whose graph stays when its context ends.
         """
         step, timeouts = script.steps[n], self._world.options.timeouts
-        expected = alone(script, step, None if last is None else script.steps[n - 1])
+        expected = programs.alone(script, step, None if last is None else script.steps[n - 1])
         x = torch.tensor(step.x, dtype=torch.float64, requires_grad=True)
-        h, calls = x * 2, plan(step.calls, parts)
+        h, calls = x * 2, programs.plan(step.calls, parts)
         before = step.calls_before_context()
         # remote() and to_here() of each call have a deadline each
         with self._within("forward", 2 * before * timeouts.call):
-            stays = called(h, calls[:before])
+            stays = programs.called(h, calls[:before])
         with ExitStack() as scope:
             context = None
-            if step.scope != NOWHERE:
+            if step.scope != programs.NOWHERE:
                 context = scope.enter_context(gradwire.context())
             with self._within("forward in a context", 2 * (len(calls) - before) * timeouts.call):
-                loss = loss_of(x, [*stays, *called(h, calls[before:]), *(last or ())])
+                loss = programs.loss_of(
+                    x, [*stays, *programs.called(h, calls[before:]), *(last or ())]
+                )
             if not torch.equal(loss.detach(), expected.loss):
                 self.violate("I1", f"loss {loss.item()} and not {expected.loss.item()}")
-            names = [f"{tag}.{n}" for n in range(len(script.places))]
-            self._begins(script, step, names, expected)
+            gradients = {f"{tag}.{i}": gradient for i, gradient in enumerate(expected.parts)}
+            self._begins(script, step, gradients)
             is_needed = n + 1 < len(script.steps) and script.steps[n + 1].uses_last
             try:
                 with self._within("backward", step.times * timeouts.backward + _UNDO_SECONDS):
                     got = _differentiate(step, context, loss, x, keep=is_needed)
             except GradwireError:
-                self._failed(script, step, context, names)
+                self._failed(script, step, context, gradients)
                 raise
-            self._succeeded(step, context, names, expected, got)
+            self._same("I1", "the gradient of the input", got, expected.x)
+            self._succeeded(step, context, gradients)
         return stays
 
     # -- checking
 
-    def _begins(self, script: Script, step: Step, names: list[str], expected: ExpectedStep) -> None:
-        for name, gradient in zip(names, expected.parts, strict=True):
-            made = self.parts.get(name)
-            if made is not None:
-                made.root = self._world.incarnations[script.root]
-                if step.way == TO_GRAD and gradient is not None:
-                    made.before, made.last = made.grad, gradient / step.times
-                    made.times = step.times
+    def _alive(self, names: Iterable[str]) -> list[tuple[str, MadeParameter]]:
+        made = [(name, self.parts[name]) for name in names if name in self.parts]
+        return [(name, part) for name, part in made if not part.incarnation.process.is_dead]
 
-    def _succeeded(
-        self,
-        step: Step,
-        context: int | None,
-        names: list[str],
-        expected: ExpectedStep,
-        got: torch.Tensor | None,
-    ) -> None:
-        self._same("I1", "the gradient of the input", got, expected.x)
-        for name, gradient in zip(names, expected.parts, strict=True):
-            made = self.parts.get(name)
-            if made is None or made.incarnation.process.is_dead:
-                continue
+    def _begins(self, script: Script, step: Step, gradients: Gradients) -> None:
+        for name, made in self._alive(gradients):
+            made.root = self._world.incarnations[script.root]
+            gradient = gradients[name]
+            if step.way == TO_GRAD and gradient is not None:
+                each, times = gradient / step.times, range(1, step.times + 1)
+                made.possible = [made.grad, *(_plus(made.grad, each * n) for n in times)]
+
+    def _succeeded(self, step: Step, context: int | None, gradients: Gradients) -> None:
+        for name, made in self._alive(gradients):
+            gradient = gradients[name]
             if step.way == TO_MAP:
                 known = _maybe_context(made.incarnation, context)
                 if known is not None:
@@ -190,12 +172,11 @@ class StepRun:
             if not made.is_in_doubt:
                 self._same("I1", f".grad of {name}", made.p.grad, made.grad)
 
-    def _failed(self, script: Script, step: Step, context: int | None, names: list[str]) -> None:
+    def _failed(
+        self, script: Script, step: Step, context: int | None, names: Iterable[str]
+    ) -> None:
         """Nothing was committed, on the workers that could hear of the failure."""
-        for name in names:
-            made = self.parts.get(name)
-            if made is None or made.incarnation.process.is_dead:
-                continue
+        for name, made in self._alive(names):
             place = made.incarnation.name
             if step.way == TO_GRAD and (place == script.root or step.times > 1):
                 made.is_in_doubt = True  # as after a failed local backward; or half of two passes
@@ -218,11 +199,7 @@ class StepRun:
             link = self._world.network.link(made.root.name, made.incarnation.name)
             if link.is_cut or link.is_stalled:
                 return  # how the last pass ended may not have been heard
-        if made.root is not None and made.root.process.is_dead:
-            last, might_be = made.last, [made.before]
-            if last is not None:
-                might_be += [_plus(made.before, last * n) for n in range(1, made.times + 1)]
-            if any(_is_same(made.p.grad, other) for other in might_be):
+            if made.root.process.is_dead and any(_is_same(made.p.grad, g) for g in made.possible):
                 return
         self._same("I5", f".grad of {name}", made.p.grad, made.grad)
 
@@ -237,9 +214,7 @@ class StepRun:
         elif not any(re.search(rf"(?<![\w/]){name}(?![\w#])", error) for name in victims):
             self.violate("I2", f"names none of {', '.join(sorted(victims))}: {error}")
 
-    def _same(
-        self, invariant: str, what: str, got: torch.Tensor | None, expected: torch.Tensor | None
-    ) -> None:
+    def _same(self, invariant: str, what: str, got: Gradient, expected: Gradient) -> None:
         if not _is_same(got, expected):
             self.violate(invariant, f"{what} is {_spoken(got)} and not {_spoken(expected)}")
 
@@ -256,13 +231,13 @@ class StepRun:
 
 def _differentiate(
     step: Step, context: int | None, loss: torch.Tensor, x: torch.Tensor, *, keep: bool
-) -> torch.Tensor | None:
+) -> Gradient:
     """The gradient of the input; `keep` the graph."""
     if step.way == TO_MAP:
         assert context is not None
         gradwire.backward(context, [loss], retain_graph=keep)
         return gradwire.get_gradients(context).get(x)
-    if step.way == OF_INPUT:
+    if step.way == programs.OF_INPUT:
         return torch.autograd.grad(loss, [x], retain_graph=keep)[0]
     for n in range(step.times):
         loss.backward(retain_graph=keep or n + 1 < step.times)  # type: ignore[no-untyped-call]
@@ -276,13 +251,13 @@ def _maybe_context(incarnation: Incarnation, id: int | None) -> Context | None:
     return incarnation.worker.engine.contexts.maybe(id)
 
 
-def _plus(old: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+def _plus(old: Gradient, more: torch.Tensor) -> torch.Tensor:
     return more if old is None else old + more
 
 
-def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def _is_same(a: Gradient, b: Gradient) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def _spoken(tensor: torch.Tensor | None) -> str:
+def _spoken(tensor: Gradient) -> str:
     return "None" if tensor is None else str(tensor.tolist())

@@ -20,19 +20,18 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from gradwire.agent.membership.open_world import RosterStore
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
-from gradwire.agent.peers.secret import Secret
-from gradwire.agent.peers.signed_store import SignedStore
+from gradwire.agent.peers.secret import Secret, SignedStore
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
-from gradwire.testing.simulate.environment import simulated
+from gradwire.testing.failpoints import kind_names
 from gradwire.testing.simulate.links import SimulatedNetwork
-from gradwire.testing.simulate.scheduler import Process, Scheduler
+from gradwire.testing.simulate.primitives import simulated
+from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
 from gradwire.transport.address import Transports
-from gradwire.transport.base import Listener
-from gradwire.wire.message import IS_ANSWER, Frame, Message
+from gradwire.wire.message import IS_ANSWER, Frame
 
 ANY, BACKWARD = "any", "backward"
 """Steps that are counted: of all frames, or of those of the autograd layer."""
@@ -82,10 +81,10 @@ class World:
         self._steps: Counter[str] = Counter()
         """frames sent and arrived, by which faults are timed"""
         self._at_step: dict[tuple[str, int], list[Callable[[], None]]] = {}
-        self._lines: list[tuple[float, str, str, str]] = []
+        self.lines: list[str] = []
+        """the history, as a person reads it"""
         self._repeats = repeats
         self._store = HashStore() if is_open else None
-        self._numbers: Counter[str] = Counter()
         self._workers: list[Worker] = []
         self.refusals: list[tuple[str, str]] = []
         """whose Releases were refused, and what was said about it"""
@@ -93,10 +92,7 @@ class World:
 
     def __enter__(self) -> World:
         modules = [thing for thing in self.expose if isinstance(thing, ModuleType)]
-        log = self._open.enter_context(simulated(modules))
-        handler = _LogToWorld(self)
-        log.addHandler(handler)
-        self._open.callback(log.removeHandler, handler)
+        self._open.enter_context(simulated(modules, self._logged))
         self._open.callback(self._clear)
         self._open.callback(self.scheduler.close)
         return self
@@ -106,17 +102,11 @@ class World:
 
     # -- what happened
 
-    def lines(self) -> list[str]:
-        """The history, as a person reads it."""
-        return [
-            f"{t:10.6f} {where:<6} {what} {text}".rstrip() for t, what, where, text in self._lines
-        ]
-
     def note(self, what: str, where: str, text: str = "") -> None:
         """One line of it."""
         if self.scheduler.is_closed:
             return
-        self._lines.append((self.scheduler.now, what, where, text))
+        self.lines.append(f"{self.scheduler.now:10.6f} {where:<6} {what} {text}".rstrip())
         if what in ("arrives", "late"):
             self._step(text)
 
@@ -131,10 +121,8 @@ class World:
 
     def may_repeat(self, frame: Frame) -> bool:
         """Whether the protocol lets this one come twice, and it shall."""
-        if not self._repeats:
-            return False
         may = frame.flags & IS_ANSWER or _kinds().get(frame.kind) in _REPEATABLE
-        if not may or self.scheduler.random.random() >= self._repeats:
+        if not (self._repeats and may and self.scheduler.random.random() < self._repeats):
             return False
         self.fault("repeat", self.scheduler.me().process.name)
         return True
@@ -164,23 +152,34 @@ class World:
         peer = "" if event.peer is None else f" with {event.peer}"
         self.note(event.what, event.worker, f"{event.id}{peer}")
 
+    def _logged(self, record: logging.LogRecord) -> bool:
+        task = self.scheduler.current
+        where, text = "-" if task is None else task.process.name, record.getMessage()
+        self.note("logs", where, text)
+        refused = _REFUSED.match(text)
+        if refused is not None:
+            self.refusals.append((refused[1], text))
+        return False
+
     # -- workers
 
     def start(self) -> None:
         """All of them; returns when they have joined."""
         for name in self.names:
             self.start_worker(name)
-        self.scheduler.run(60.0, lambda: len(self.workers()) == len(self.names))
-        assert len(self.workers()) == len(self.names), "not all workers have joined"
+        have_joined = self.scheduler.run(60.0, self.are_all_here)
+        assert have_joined, "not all workers have joined"
+
+    def are_all_here(self) -> bool:
+        """Whether all run and have joined."""
+        return len(self.workers()) == len(self.names)
 
     def start_worker(self, name: str) -> None:
         """A worker starts, for the first time or again."""
-        self._numbers[name] += 1
-        number = self._numbers[name]
+        number = self.incarnations[name].number + 1 if name in self.incarnations else 1
         it = self.incarnations[name] = Incarnation(name, number, Process(name))
         self.note("starts", name, f"incarnation {number}")
-        begin = self._join if self.is_open else self._meet
-        self.scheduler.spawn(f"gradwire {name} start", it.process, partial(begin, it))
+        self.scheduler.spawn(f"gradwire {name} start", it.process, partial(self._join, it))
 
     def crash(self, name: str, *, silent_for: float = 0.0) -> None:
         """It is gone in the middle of whatever it did."""
@@ -197,7 +196,7 @@ class World:
             if it.worker is not None and not it.process.is_dead
         }
 
-    def run_as(self, name: str, what: str, target: Callable[[], None]) -> None:
+    def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
         """Start a thread of the user's in a worker."""
         it = self.incarnations[name]
 
@@ -206,81 +205,43 @@ class World:
             with it.worker.scope():
                 target()
 
-        self.scheduler.spawn(f"{name} {what}", it.process, run)
-
-    def _meet(self, it: Incarnation) -> None:
-        members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
-        transports = Transports({"memory": self.network})
-        listener = transports.listen(_address(it.name, 0))
-        directory = Directory(self.names.index(it.name), members)
-        self._joined(it, self._worker(directory, "world", transports, listener))
+        return self.scheduler.spawn(f"{name} {what}", it.process, run)
 
     def _join(self, it: Incarnation) -> None:
-        """As rpc/join.py does in an open world."""
-        assert self._store is not None
+        """As rpc/join.py does; in a closed world all workers are known."""
         clock, transports = MonotonicClock(), Transports({"memory": self.network})
-        listener = transports.listen(_address(it.name, it.number))
-        roster = RosterStore(SignedStore(self._store, _SECRET, Refusals()), transports, clock)
-        limit = clock.now() + self.options.timeouts.join
-        id = self.names.index(it.name)
-        me = roster.register(it.name, id, listener.address, limit)
-        job, others = roster.before(me, limit - self.options.timeouts.join / 2)
-        directory = Directory(id, [*others, me], is_open=True)
-        worker = self._worker(directory, job, transports, listener)
-        worker.announce(limit)
-        self._joined(it, worker)
-
-    def _worker(
-        self, directory: Directory, job: str, transports: Transports, listener: Listener
-    ) -> Worker:
+        id, limit = self.names.index(it.name), clock.now() + self.options.timeouts.join
+        listener = transports.listen(_address(it.name, it.number if self.is_open else 0))
+        roster = None
+        if self._store is None:
+            members = [Member(n, name, _address(name, 0)) for n, name in enumerate(self.names)]
+            job, directory = "world", Directory(id, members)
+        else:
+            store = SignedStore(self._store, _SECRET, Refusals())
+            roster = RosterStore(store, transports, clock)
+            me = roster.register(it.name, id, listener.address, limit)
+            job, others = roster.before(me, limit - self.options.timeouts.join / 2)
+            directory = Directory(id, [*others, me], is_open=True)
         place = (directory, job, _SECRET, transports, listener)
-        worker = Worker(*place, self.options, self.expose, store=self._store)
+        worker = Worker(*place, self.options, self.expose, roster=roster)
         self._workers.append(worker)
-        return worker
+        if self.is_open:
+            worker.announce(limit)
+        self._open.enter_context(worker.events.subscribe(self._heard))
+        it.worker = worker
+        self.note("joined", it.name, f"incarnation {it.number}")
 
     def _clear(self) -> None:
         """Drop what this process knows of workers that have not shut down."""
         for worker in self._workers:
             worker.engine.edges.clear()
 
-    def _joined(self, it: Incarnation, worker: Worker) -> None:
-        self._open.enter_context(worker.events.subscribe(self._heard))
-        it.worker = worker
-        self.note("joined", it.name, f"incarnation {it.number}")
-
-
-@final
-class _LogToWorld(logging.Handler):
-    """What workers log, as lines of the history."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        task = self._world.scheduler.current
-        where, text = "-" if task is None else task.process.name, record.getMessage()
-        self._world.note("logs", where, text)
-        refused = _REFUSED.match(text)
-        if refused is not None:
-            self._world.refusals.append((refused[1], text))
-
 
 def _address(name: str, incarnation: int) -> str:
     return f"memory://{name}.{incarnation}"
 
 
-@cache
-def _kinds() -> dict[int, str]:
-    found: dict[int, str] = {}
-    todo = [Message]
-    while todo:
-        kind = todo.pop()
-        todo += kind.__subclasses__()
-        tag = kind.__struct_config__.tag
-        if isinstance(tag, int):
-            found[tag] = kind.__name__
-    return found
+_kinds = cache(kind_names)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What all sockets share: how they are waited for and closed, and what their errors mean.
+"""What all sockets share: how they listen, are waited for and closed; what their errors mean.
 
 Reads and writes block, with kernel timeouts; with MSG_DONTWAIT they do not. If nothing can be read
 or written in time, they raise BlockingIOError.
@@ -6,26 +6,31 @@ or written in time, they raise BlockingIOError.
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast, final
 
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.threads import FORKED, call_after_fork, renew_after_fork
-from gradwire.transport.base import CLOSED_BY_PEER, closed_here
-from gradwire.wire.message import Buffer
+from gradwire.transport.base import CLOSED_BY_PEER, Channel, closed_here
 
 if TYPE_CHECKING:
     from gradwire.transport.tls.stream import TlsStream
 
 SocketLike: TypeAlias = "socket.socket | TlsStream"
-Ancillary: TypeAlias = Iterable[tuple[int, int, Buffer]]
-Use: TypeAlias = "threading.Lock | threading.RLock"
 _LONGEST_WAIT: Final = 86400.0
+_BACKLOG: Final = 1024
+_OUT_OF_HANDLES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+SPIN_SECONDS: Final = 1e-3
+_DESCHEDULED_SECONDS: Final = 500e-6
+_REST_SECONDS: Final = 0.02
+_LONGEST_REST_SECONDS: Final = 0.1
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
 
 
@@ -35,23 +40,16 @@ class SocketCloser:
 
     Closing a descriptor does not wake a thread that is blocked on it, and the kernel may give its
     number to a new file while that thread still uses it. So `end` only shuts the connection down,
-    which wakes all threads, and the last one closes it: a thread holds one of the locks while it
-    uses the socket, and calls `close_if_unused` after the release if `close_reason` is set.
-    `also_close` is called with the close of the socket, possibly more than once.
+    which wakes all threads, and the last one closes it: a thread holds `sending` or `receiving`
+    while it uses the socket, and after the release calls `close_if_unused` if `close_reason` is
+    set. `also_close` is called with the close of the socket, possibly more than once.
     """
 
-    __slots__ = ("__weakref__", "_also_close", "_ending", "_sock", "_uses", "close_reason")
-
-    def __init__(
-        self,
-        sock: SocketLike,
-        *uses: Use,
-        also_close: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, sock: SocketLike, also_close: Callable[[], None] = lambda: None) -> None:
         self.close_reason: str | None = None
-        self._sock = sock
-        self._uses = uses
-        self._also_close = also_close
+        self.sending = threading.Lock()
+        self.receiving = threading.RLock()  # see Note [Reading inside a read] in channel.py
+        self._sock, self._also_close = sock, also_close
         # Reentrant, as a signal handler may close what its own thread is closing.
         self._ending = threading.RLock()
         call_after_fork(self)
@@ -77,14 +75,14 @@ class SocketCloser:
     def close_if_unused(self) -> None:
         """Close the descriptor unless a thread uses it, which then calls this itself."""
         with self._ending:
-            # This thread could acquire an RLock again that it holds.
-            free = [use for use in self._uses if not getattr(use, "_is_owned", bool)()]
-            held = [use for use in free if use.acquire(blocking=False)]
-            if len(held) == len(self._uses):
-                self._sock.close()
-                self._also_close()
-            for use in held:
-                use.release()
+            # This thread could acquire the RLock again that it holds.
+            is_inside: bool = cast(Any, self.receiving)._is_owned()
+            if not is_inside and self.receiving.acquire(blocking=False):
+                if self.sending.acquire(blocking=False):
+                    self._sock.close()
+                    self._also_close()
+                    self.sending.release()
+                self.receiving.release()
 
     def fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
         """End the connection, and raise PeerLost."""
@@ -134,3 +132,114 @@ def close_reason_of(error: OSError) -> str:
     if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return CLOSED_BY_PEER
     return reason_of(error)
+
+
+def listening_socket(family: int, place: str | tuple[object, ...]) -> socket.socket:
+    """A socket that listens at a place of its family; OSError if that is not possible."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        if isinstance(place, str):
+            # No peer can connect before `listen`, so the mode is never too wide.
+            os.chmod(place, 0o600)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+@final
+class SocketListener:
+    """A listening socket, which it owns.
+
+    `wrap` makes a channel from an accepted socket, or None to refuse it; `on_close` runs once.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        wrap: Callable[[socket.socket], Channel | None],
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self._sock = sock
+        self._wrap = wrap
+        self._on_close = on_close
+        self._closer = SocketCloser(sock)
+        self._closed = threading.Event()
+        sock.setblocking(True)
+
+    def __repr__(self) -> str:
+        return f"<SocketListener on {self.address}: {self._closer.close_reason or 'open'}>"
+
+    def accept(self) -> Channel:
+        """See `Listener.accept`."""
+        with self._closer.receiving:
+            channel = None
+            while channel is None and self._closer.close_reason is None:
+                channel = self._maybe_accept()
+        if self._closer.close_reason is not None:
+            self._closer.close_if_unused()
+        if channel is None:
+            raise PeerLost(f"{self.address} was {self._closer.close_reason}")
+        return channel
+
+    def close(self, reason: str = "close() was called") -> None:
+        """See `Listener.close`."""
+        if self._closer.end(closed_here(reason)):
+            self._closed.set()
+            self._on_close()
+
+    def _maybe_accept(self) -> Channel | None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError as error:
+            # The peer may have left again. Without free descriptors the connection stays in the
+            # backlog until others are closed.
+            if error.errno in _OUT_OF_HANDLES:
+                self._closed.wait(0.1)
+            return None
+        try:
+            return self._wrap(sock)
+        except OSError:
+            sock.close()
+            return None
+
+
+@final
+class Spin:
+    """How long a reader polls the socket before it blocks.
+
+    Waking a blocked thread costs more than a short call, so a reader first polls for a moment, if
+    that succeeded lately. On a busy machine the peer needs the core, and the reader is descheduled
+    between two polls: it then stops at once, and does not spin again for a while.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = self._last = 0.0
+        self._rest = _REST_SECONDS
+        self._rests_until = 0.0
+
+    def begin(self) -> bool:
+        """Start a spin; returns whether to spin at all."""
+        now = self._began = self._last = self._now()
+        return now >= self._rests_until
+
+    def should_continue(self) -> bool:
+        """Whether to poll once more. If not, disable spinning, with exponential backoff."""
+        now = self._now()
+        was_descheduled = now - self._last > _DESCHEDULED_SECONDS
+        self._last = now
+        if not was_descheduled and now - self._began <= SPIN_SECONDS:
+            return True
+        self._rests_until = now + self._rest
+        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
+        return False
+
+    def found(self) -> None:
+        """The spin succeeded: bytes arrived."""
+        self._rest = _REST_SECONDS

@@ -6,7 +6,7 @@ continues until the deadline, and after that a new thread sends the rest.
 
 A thread must hold the send lock. A finalizer or a signal handler may interrupt it anywhere and send
 too. So the rest of a frame that has begun is stored in `_unsent` and `_sent`, which are updated
-with no interrupt after the system call: see Note [Reading inside a read] in reader.py. A send that
+with no interrupt after the system call: see Note [Reading inside a read] in channel.py. A send that
 interrupts another one on its thread sends this rest first.
 """
 
@@ -17,7 +17,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from threading import get_ident
 from typing import Final, TypeAlias, final
@@ -28,30 +27,15 @@ from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.threads import taking
 from gradwire.transport.base import send_timed_out
 from gradwire.transport.shared_memory import Ancillary, SharedMemory
-from gradwire.transport.sockets.stream import (
-    INTERRUPTED,
-    SocketCloser,
-    SocketLike,
-    close_reason_of,
-    stalled,
-    wait_until_ready,
-)
-from gradwire.wire.message import (
-    IN_BLOCK,
-    NOT_BYTES,
-    SMALL,
-    Buffer,
-    Frame,
-    encode_prefix,
-    maybe_small,
-)
+from gradwire.transport.sockets import stream
+from gradwire.wire.message import IN_BLOCK, SMALL, Buffer, Frame, encode_prefix, maybe_small
 
 _MOST_PARTS: Final = 1024
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE_: Final = (_AT_ONCE,)
+# How long a thread waits for a send lock before it releases those that it holds.
 _CONTENDED_SECONDS: Final = 0.05
-"""How long a thread waits for a send lock before it releases those that it holds."""
 
 _writers: WeakValueDictionary[int, FrameWriter] = WeakValueDictionary()
 """all of this process, in the order in which a thread reacquires several send locks"""
@@ -61,33 +45,29 @@ Unsent: TypeAlias = "bytes | list[Buffer]"
 
 @final
 class FrameWriter:
-    """Sends frames over a socket. `sending` is the send lock, which `closer` checks too."""
+    """Sends frames over a socket."""
 
     def __init__(
         self,
-        sock: SocketLike,
-        closer: SocketCloser,
-        sending: threading.Lock,
+        sock: stream.SocketLike,
+        closer: stream.SocketCloser,
         remote: str,
         *,
         stall: float,
         flags: int,
         shared: SharedMemory | None,
     ) -> None:
-        self._sock, self._closer, self._sending = sock, closer, sending
+        self._sock, self._closer, self._sending = sock, closer, closer.sending
         self._remote, self._stall, self._flags = remote, stall, flags
         self._shared = shared
         self._small = SMALL if shared is None else min(SMALL, shared.smallest - 1)
-        self._taking = taking(sending)
-        self._sender = 0
-        """the thread that holds the send lock"""
-        self._unsent: Unsent | None = None
-        """a frame that has begun, of which `_sent` bytes were sent"""
+        self._taking = taking(closer.sending)
+        self._sender = 0  # the thread that holds the send lock
+        self._unsent: Unsent | None = None  # a frame of which `_sent` bytes were sent
         self._sent = 0
-        self._is_blocked = False
-        """whether a send is in progress that an inner send cannot continue"""
+        self._is_blocked = False  # whether in a send that an inner send cannot continue
+        # A TLS stream, whose progress is unknown after an interrupt.
         self._is_opaque = not isinstance(sock, socket.socket)
-        """whether it is a TLS stream, whose progress is unknown after an interrupt"""
         _writers[id(self)] = self
 
     def send(self, frame: Frame, deadline: float) -> None:
@@ -144,11 +124,12 @@ class FrameWriter:
 
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
-        loan = self._shared.place(frame.payload) if self._shared is not None else None
-        if loan is not None:
-            with loan:
+        block = self._shared.reserve(frame.payload) if self._shared is not None else None
+        if block is not None:
+            with block:
+                block.fill(frame.payload)
                 prefix = encode_prefix(frame, self._flags | IN_BLOCK)
-                self._transmit([prefix, frame.head, loan.note], loan.ancillary, deadline)
+                self._transmit([prefix, frame.head, block.note], block.ancillary, deadline)
             return
         prefix, head = encode_prefix(frame, self._flags), frame.head
         # Fewer buffers make a cheaper call.
@@ -161,8 +142,10 @@ class FrameWriter:
 
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Send the buffers as one unit."""
-        if self._sender == get_ident():
-            self._send_inside(parts, ancillary, deadline)
+        if self._sender == get_ident():  # a finalizer or a signal handler interrupted a send
+            if self._is_blocked:
+                raise self._cannot_send()
+            self._send(parts, ancillary, deadline)
             return
         lent = self._acquire(deadline)
         try:
@@ -186,8 +169,7 @@ class FrameWriter:
             while True:
                 left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
                 me, wait = get_ident(), min(left, patience)
-                # The lock is acquired and `_sender` set in one step: see Note [Reading inside a
-                # read].
+                # One step with the store of `_sender`: see Note [Reading inside a read].
                 (has_lock,) = map(self._sending.acquire, (True,), (wait,))
                 if has_lock:
                     self._sender = me
@@ -199,28 +181,12 @@ class FrameWriter:
             reacquire_send_locks(lent)
             raise
 
-    def _send_inside(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        """Send from a finalizer or a signal handler that interrupted a send of its own thread.
-
-        If the interrupted frame has begun, its rest is sent first.
-        """
-        if self._is_blocked:
-            raise self._cannot_send()
-        self._send(parts, ancillary, deadline)
-
     def _cannot_send(self) -> UsageError:
         return UsageError(
             "a finalizer or a signal handler cannot send: it interrupted its thread in the "
             f"middle of sending to {self._remote}",
             hint="put the work into a queue.SimpleQueue for another thread",
         )
-
-    def _reacquire(self) -> None:
-        me = get_ident()
-        # On a closed channel wait at most 1 s: after a fork the holder may not exist.
-        patience = -1 if self._closer.close_reason is None else 1
-        (_,) = map(self._sending.acquire, (True,), (patience,))
-        self._sender = me
 
     def _release(self) -> None:
         """Release the send lock, or give it to a new thread that finishes a frame."""
@@ -242,14 +208,14 @@ class FrameWriter:
         try:
             while self._go_on(deadline):
                 is_waiting = False
-                if self._begin(parts, ancillary):
+                if self._push(None, 0, parts, ancillary, _AT_ONCE):
                     self._finish_by(deadline, parts)
                     return
                 is_waiting = True
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                wait_until_ready(self._sock, select.POLLOUT, left)
+                stream.wait_until_ready(self._sock, select.POLLOUT, left)
             raise send_timed_out(self._remote)
         except BaseException as error:
             if not is_waiting:
@@ -280,7 +246,7 @@ class FrameWriter:
             return
         if isinstance(error, OSError):
             raise self._lost_sending(error) from error
-        self._closer.end(INTERRUPTED)
+        self._closer.end(stream.INTERRUPTED)
 
     def _go_on(self, deadline: float) -> bool:
         """Finish the frame that has begun; False if the deadline passed before.
@@ -289,21 +255,20 @@ class FrameWriter:
         not send.
         """
         blocks = self._unsent is not None and get_ident() != threading.main_thread().ident
-        while (unsent := self._unsent) is not None:
+        while True:
+            unsent, sent = self._unsent, self._sent
+            if unsent is None:
+                return True
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            sent = self._sent
-            is_ready = False
-            if blocks and left > self._stall:
-                self._push(_PATIENTLY)
-            else:
-                is_ready = wait_until_ready(self._sock, select.POLLOUT, min(left, self._stall))
-                self._push(_AT_ONCE)
-            is_idle = not is_ready and self._unsent is unsent and self._sent == sent
+            wait = min(left, self._stall)
+            flags = _PATIENTLY if blocks and left > self._stall else _AT_ONCE
+            ready = flags == _AT_ONCE and stream.wait_until_ready(self._sock, select.POLLOUT, wait)
+            self._push(unsent, sent, _after(unsent, sent), (), flags)
+            is_idle = not ready and self._unsent is unsent and self._sent == sent
             if is_idle and left > self._stall:
-                self._closer.fail(stalled(self._stall))
-        return True
+                self._closer.fail(stream.stalled(self._stall))
 
     def _finish(self) -> None:
         self._sender = get_ident()
@@ -316,21 +281,30 @@ class FrameWriter:
             with suppress(RuntimeError):
                 self._release()
 
-    def _begin(self, parts: list[Buffer], ancillary: Ancillary) -> bool:
-        """Send the first bytes of a new frame, as many as the kernel accepts; False if none."""
+    def _push(
+        self, begun: Unsent | None, sent: int, parts: list[Buffer], ancillary: Ancillary, flags: int
+    ) -> bool:
+        """Send `parts`: what follows the first `sent` bytes of `begun`, or a new frame.
+
+        False if the kernel accepts none, or if an inner send has sent some of them meanwhile.
+        """
         if self._closer.close_reason is not None:
             raise PeerLost(self._closer.close_reason)
-        length, sends = sum(map(len, parts)), self._sends(parts, ancillary, _AT_ONCE)
+        length = sum(map(len, parts))
+        if len(parts) == 1:
+            sends = map(self._sock.send, parts, (flags,))
+        else:
+            sends = map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
         try:
             stock = (parts, parts), (parts, parts, parts)
             del stock  # the send reuses these tuples: see Note [Reading inside a read]
-            if self._unsent is not None:
+            if self._unsent is not begun or (begun is not None and self._sent != sent):
                 return False
-            self._is_blocked = self._is_opaque
-            (sent,) = sends
+            self._is_blocked = self._is_opaque or flags == _PATIENTLY
+            (count,) = sends
             self._is_blocked = False
-            if sent != length:
-                self._sent, self._unsent = sent, parts
+            self._sent = sent + count
+            self._unsent = None if count == length else begun or parts
         except BlockingIOError:
             self._is_blocked = False
             return False
@@ -338,44 +312,14 @@ class FrameWriter:
             raise self._lost_sending(error) from error
         return True
 
-    def _push(self, flags: int) -> None:
-        """Send more bytes of the frame that has begun, unless an inner send did so meanwhile."""
-        if self._closer.close_reason is not None:
-            raise PeerLost(self._closer.close_reason)
-        unsent, sent = self._unsent, self._sent
-        if unsent is None:
-            return
-        rest = _after(unsent, sent)
-        length, sends = sum(map(len, rest)), self._sends(rest, (), flags)
-        try:
-            stock = (rest, rest), (rest, rest, rest)
-            del stock  # the send reuses these tuples: see Note [Reading inside a read]
-            if self._unsent is not unsent or self._sent != sent:
-                return
-            self._is_blocked = self._is_opaque or flags == _PATIENTLY
-            (count,) = sends
-            self._is_blocked = False
-            self._sent = sent + count
-            if count == length:
-                self._unsent = None
-        except BlockingIOError:
-            self._is_blocked = False
-        except OSError as error:
-            raise self._lost_sending(error) from error
-
-    def _sends(self, parts: list[Buffer], ancillary: Ancillary, flags: int) -> Iterator[int]:
-        if len(parts) == 1:
-            return map(self._sock.send, (parts[0],), (flags,))
-        return map(self._sock.sendmsg, (parts[:_MOST_PARTS],), (ancillary,), (flags,))
-
     def _lost_sending(self, error: OSError) -> PeerLost:
         self._is_blocked = False
         self._unsent = None  # no frame can follow it
         # The peer may have sent answers before it closed, so keep the channel open for reading;
         # `recv` will find its end.
         if not isinstance(error, ConnectionError):
-            self._closer.end(close_reason_of(error))
-        return PeerLost(self._closer.close_reason or close_reason_of(error))
+            self._closer.end(stream.close_reason_of(error))
+        return PeerLost(self._closer.close_reason or stream.close_reason_of(error))
 
 
 def release_send_locks(*, must: bool = False) -> list[FrameWriter]:
@@ -399,8 +343,12 @@ def release_send_locks(*, must: bool = False) -> list[FrameWriter]:
 
 def reacquire_send_locks(writers: list[FrameWriter]) -> None:
     """The thread goes on with the sends whose locks were released by `release_send_locks`."""
+    me = get_ident()
     for writer in writers:
-        writer._reacquire()
+        # On a closed channel wait at most 1 s: after a fork the holder may not exist.
+        patience = -1 if writer._closer.close_reason is None else 1
+        (_,) = map(writer._sending.acquire, (True,), (patience,))
+        writer._sender = me
 
 
 def _after(unsent: Unsent, sent: int) -> list[Buffer]:
@@ -410,5 +358,5 @@ def _after(unsent: Unsent, sent: int) -> list[Buffer]:
         if sent < len(part):
             return [memoryview(part)[sent:], *parts[position + 1 :]]
         sent -= len(part)
-    assert sent == 0, NOT_BYTES
+    assert sent == 0, "a payload part is not a view of single bytes"
     return []

@@ -48,14 +48,14 @@ class Identity:
         """A TLS session for one end of a new connection."""
         return TlsSession(self._accepting if accepts else self._dialling, accepts=accepts)
 
-    def binding(self, session: TlsSession, *, accepts: bool) -> bytes:
+    def binding(self, session: TlsSession) -> bytes:
         """The channel binding: a digest of the certificates of client and server.
 
         It is equal at both ends unless a man in the middle uses its own certificate. TLS 1.3 does
         not define tls-unique, and Python's ssl does not offer tls-exporter.
         """
         ends = [self._certificate, _certificate_of(session)]
-        if accepts:
+        if session.tls.server_side:
             ends.reverse()
         digest = hashlib.sha256(_BINDING)
         for certificate in ends:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, Final, final
 
-from gradwire.transport.sockets.stream import INTERRUPTED, Ancillary, stalled
+from gradwire.transport.sockets.stream import INTERRUPTED, stalled
 from gradwire.wire.message import Buffer
 
 _READ: Final = 1 << 17
@@ -31,8 +31,6 @@ _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 @final
 class TlsSession:
     """The OpenSSL state of a connection, with memory buffers in place of a socket."""
-
-    __slots__ = ("incoming", "outgoing", "tls")
 
     def __init__(self, context: ssl.SSLContext, *, accepts: bool) -> None:
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -49,10 +47,7 @@ class TlsSession:
 
 @final
 class TlsStream:
-    """A connected socket with its TLS session after the handshake; owns both.
-
-    It has the methods of a socket that a channel uses.
-    """
+    """A connected socket with its TLS session after the handshake; owns both."""
 
     def __init__(self, sock: socket.socket, session: TlsSession, stall: float) -> None:
         self._sock, self._stall = sock, stall
@@ -70,7 +65,7 @@ class TlsStream:
     # --- one reader at a time ---
 
     def recv(self, length: int, flags: int = 0, /) -> bytes:
-        """Read at most `length` bytes; see `socket.recv`."""
+        """See `socket.recv`."""
         block = memoryview(bytearray(length))
         return block[: self.recv_into(block, 0, flags)].tobytes()
 
@@ -83,8 +78,10 @@ class TlsStream:
             if self._is_dry:
                 # Set again only if nothing came: an interrupt may come after bytes were fed.
                 self._is_dry = False
+                # From the kernel to OpenSSL in one step, so that a Ctrl-C loses no byte.
+                received = map(self._sock.recv, (_READ,), (flags & _AT_ONCE,))
                 try:
-                    if not self._feed(flags & _AT_ONCE):
+                    if not next(map(self._incoming.write, received)):
                         return 0
                 except BlockingIOError:
                     self._is_dry = True
@@ -92,14 +89,6 @@ class TlsStream:
             count = self._decrypted(buffer)
             if count is not None:
                 return count
-
-    def _feed(self, flags: int) -> bool:
-        """Pass bytes from the kernel to OpenSSL; False at the end.
-
-        Both calls are one step for the interpreter, so that a Ctrl-C loses no byte.
-        """
-        received = map(self._sock.recv, (_READ,), (flags,))
-        return next(map(self._incoming.write, received)) > 0
 
     def _decrypted(self, target: memoryview) -> int | None:
         """Decrypt the buffered records into `target`; None if there are none, 0 at the end."""
@@ -142,7 +131,7 @@ class TlsStream:
         """See `socket.send`."""
         return self._encrypt(memoryview(data)[:_CHUNK], flags)
 
-    def sendmsg(self, buffers: Iterable[Buffer], beside: Ancillary = (), flags: int = 0, /) -> int:
+    def sendmsg(self, buffers: Iterable[Buffer], beside: object = (), flags: int = 0, /) -> int:
         """See `socket.sendmsg`; small buffers are joined into one chunk first."""
         parts, length = [], 0
         for part in buffers:
@@ -171,8 +160,6 @@ class TlsStream:
                 reason = self._break(stalled(self._stall))
                 raise TimeoutError(errno.ETIMEDOUT, reason) from None
         return count
-
-    # --- either ---
 
     def _check(self) -> None:
         if self._broken is not None:

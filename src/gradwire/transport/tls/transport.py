@@ -19,10 +19,10 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Final, final
 
 from gradwire import threads
@@ -39,14 +39,11 @@ from gradwire.transport.tls.stream import TlsSession, TlsStream, words_of
 
 _log = logging.getLogger("gradwire")
 
-_HANDSHAKE_SECONDS: Final = 5.0
-_MAX_PENDING_HANDSHAKES: Final = 256
 _MAX_HANDSHAKE_BYTES: Final = 1 << 16
 _MOST_READY: Final = 1024
 _READ: Final = 1 << 14
 _JOIN_SECONDS: Final = 5.0
 _LONGEST_WAIT: Final = 3600.0
-_PAUSE_SECONDS: Final = 0.1
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _HANDSHAKE: Final = 0x16
 _ACCEPTED: Final = b"w"
@@ -68,38 +65,23 @@ class TlsTransport:
         *,
         limits: Limits = LIMITS,
         stall: float = STALL,
-        patience: float = _HANDSHAKE_SECONDS,
-        pending_handshakes: int = _MAX_PENDING_HANDSHAKES,
+        patience: float = 5.0,
+        pending_handshakes: int = 256,
         refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
-        self._identity = Identity(tls)
-        self._stall = stall
+        self.identity, self.refused, self._stall = Identity(tls), refused, stall
+        self.names = self.identity.names  # of this worker, in its certificate
+        self.patience, self.pending_handshakes = patience, pending_handshakes
         self._socket_channel = partial(SocketChannel, limits=limits, stall=stall, pool=BlockPool())
-        self._patience, self._pending_handshakes = patience, pending_handshakes
-        self._refused = refused
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The worker names in the certificate of this worker."""
-        return self._identity.names
 
     def listen(self, address: str) -> TlsListener:
         """Listen on the port, or on a free one for port 0; on loopback if no host is named."""
-        sock, bound = listening(address, "tls")
-        return TlsListener(
-            sock,
-            bound,
-            self._identity,
-            self._accepted,
-            self._patience,
-            self._pending_handshakes,
-            self._refused,
-        )
+        return TlsListener(*listening(address, "tls"), self)
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> SocketChannel:
         """Connect to the listener at the address, and check that it is the worker `name`."""
         sock = connected(address, "tls", deadline, self._stall)
-        session = self._identity.session(accepts=False)
+        session = self.identity.session(accepts=False)
         try:
             _handshake(sock, session, address, deadline)
             names = worker_names_of(session)
@@ -110,24 +92,20 @@ class TlsTransport:
                     hint="the worker that listens there needs a certificate with the URI "
                     f"{URI_PREFIX}{name}",
                 )
-            return self._channel(sock, session, address, accepts=False)
+            return self.channel(sock, session, address)
         except BaseException:
             sock.close()
             raise
 
-    def _accepted(self, sock: socket.socket, session: TlsSession) -> SocketChannel:
-        """A channel for a client that has completed its handshake."""
-        remote = tuned(sock, "tls", self._stall)
-        return self._channel(sock, session, remote, accepts=True)
-
-    def _channel(
-        self, sock: socket.socket, session: TlsSession, remote: str, *, accepts: bool
+    def channel(
+        self, sock: socket.socket, session: TlsSession, remote: str | None = None
     ) -> SocketChannel:
+        """A channel over a completed handshake; `remote` is None at the end that accepted it."""
         return self._socket_channel(
             TlsStream(sock, session, self._stall),
-            remote,
+            remote or tuned(sock, "tls", self._stall),
             peer_names=worker_names_of(session),
-            binding=self._identity.binding(session, accepts=accepts),
+            binding=self.identity.binding(session),
         )
 
 
@@ -136,7 +114,13 @@ def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline:
     with connecting_to(address, hint="it refused this worker, or does not use TLS: see its log"):
         try:
             while not (session.do_handshake() and _is_accepted(session)):
-                _exchange(sock, session, deadline)
+                sock.settimeout(seconds_until(deadline))
+                if session.outgoing.pending:
+                    sock.sendall(session.outgoing.read())
+                received = sock.recv(_READ)
+                if not received:
+                    raise ConnectionResetError(errno.ECONNRESET, "it ended the TLS handshake")
+                session.incoming.write(received)
         except ssl.SSLError as error:
             with suppress(OSError):  # an alert for the peer, if it can be sent without blocking
                 sock.settimeout(0.0)
@@ -146,26 +130,9 @@ def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline:
 
 def _is_accepted(session: TlsSession) -> bool:
     try:
-        if session.tls.read(1):
-            return True
+        return bool(session.tls.read(1))
     except ssl.SSLWantReadError:
         return False
-    raise _ended()
-
-
-def _exchange(sock: socket.socket, session: TlsSession, deadline: float) -> None:
-    """Send what OpenSSL has to send, and receive an answer."""
-    sock.settimeout(seconds_until(deadline))
-    if session.outgoing.pending:
-        sock.sendall(session.outgoing.read())
-    received = sock.recv(_READ)
-    if not received:
-        raise _ended()
-    session.incoming.write(received)
-
-
-def _ended() -> ConnectionResetError:
-    return ConnectionResetError(errno.ECONNRESET, "it ended the TLS handshake")
 
 
 def _untrusted(address: str, error: ssl.SSLError) -> NotTrusted:
@@ -189,10 +156,8 @@ class _Refused(Exception):
 class _PendingHandshake:
     """A connection whose handshake is not complete."""
 
-    __slots__ = ("deadline", "host", "received", "session", "sock")
-
-    def __init__(self, sock: socket.socket, session: TlsSession, limit: float) -> None:
-        self.sock, self.session, self.deadline = sock, session, limit
+    def __init__(self, sock: socket.socket, session: TlsSession, deadline: float) -> None:
+        self.sock, self.session, self.deadline = sock, session, deadline
         self.received = 0
         self.host = str(sock.getpeername()[0])
         sock.setblocking(False)
@@ -226,71 +191,48 @@ class _PendingHandshake:
 
 @final
 class TlsListener:
-    """A listener for authenticated workers, with its thread; see `Listener`.
+    """A listener for authenticated workers, with its thread."""
 
-    `wrap` makes a channel from an authenticated connection, and `on_refused(why, remote)` is called
-    for each other one.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        address: str,
-        identity: Identity,
-        wrap: Callable[[socket.socket, TlsSession], SocketChannel],
-        patience: float,
-        pending_handshakes: int,
-        on_refused: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, sock: socket.socket, address: str, transport: TlsTransport) -> None:
         self.address = address
-        self._sock, self._identity, self._wrap = sock, identity, wrap
-        self._patience, self._pending_handshakes = patience, pending_handshakes
-        self._on_refused = on_refused
-        self._pending: dict[_PendingHandshake, None] = {}
-        """the oldest first"""
+        self._sock, self._transport = sock, transport
+        self._pending: dict[_PendingHandshake, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
-        self._ready: deque[SocketChannel] = deque()
-        self._changed = threading.Condition()
+        self._ready: SimpleQueue[SocketChannel | None] = SimpleQueue()  # None after the last
         self._stopped = threading.Event()
         self._close_reason: str | None = None
         sock.setblocking(False)
         call_after_fork(self)
-        self._thread = threads.thread(f"gradwire {identity.names[0]} tls", self._work)
+        self._thread = threads.thread(f"gradwire {transport.names[0]} tls", self._work)
         self._thread.start()
 
     def __repr__(self) -> str:
         return f"<TlsListener on {self.address}: {self._close_reason or 'open'}>"
 
     def forked(self) -> None:
-        """Close the copies of a forked process.
-
-        The sockets stay registered in the selector, which is shared with the parent.
-        """
+        """Close the copies of a forked process."""
         self._stopped.set()
+        # They stay registered in the selector, which is shared with the parent.
         for sock in (self._sock, *(pending.sock for pending in tuple(self._pending))):
             sock.close()
 
     def accept(self) -> SocketChannel:
-        """Block for the next authenticated connection; see `Listener.accept`."""
-        with self._changed:
-            while not self._ready and self._close_reason is None:
-                self._changed.wait(_LONGEST_WAIT)
-            if self._close_reason is not None:
-                raise PeerLost(f"{self.address} was {self._close_reason}")
-            return self._ready.popleft()
+        """See `Listener.accept`."""
+        channel = self._ready.get()
+        if channel is not None and self._close_reason is None:
+            return channel
+        if channel is not None:
+            channel.close("the listener was closed")
+        self._ready.put(None)
+        raise PeerLost(f"{self.address} was {self._close_reason}")
 
     def close(self, reason: str = "close() was called") -> None:
-        """Stop listening; see `Listener.close`."""
-        with self._changed:
-            if self._close_reason is None:
-                self._close_reason = closed_here(reason)
-            unwanted, self._ready = self._ready, deque()
-            self._changed.notify_all()
+        """Stop listening; see `Listener.close`. The thread closes what is left."""
+        self._close_reason = self._close_reason or closed_here(reason)
         self._stopped.set()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        for channel in unwanted:
-            channel.close(reason)
+        self._ready.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
 
@@ -314,6 +256,11 @@ class TlsListener:
             pending.sock.close()
         self._selector.close()
         self._sock.close()
+        with suppress(Empty):
+            while True:
+                if channel := self._ready.get_nowait():
+                    channel.close("the listener was closed")
+        self._ready.put(None)
 
     def _accept_one(self) -> None:
         try:
@@ -323,15 +270,16 @@ class TlsListener:
         except OSError as error:
             # Without free descriptors the connection stays in the backlog until others are closed.
             if error.errno != errno.ECONNABORTED:
-                self._stopped.wait(_PAUSE_SECONDS)
+                self._stopped.wait(0.1)
             return
         try:
-            session = self._identity.session(accepts=True)
-            pending = _PendingHandshake(sock, session, time.monotonic() + self._patience)
+            session = self._transport.identity.session(accepts=True)
+            deadline = time.monotonic() + self._transport.patience
+            pending = _PendingHandshake(sock, session, deadline)
         except OSError:
             sock.close()
             return
-        if len(self._pending) >= self._pending_handshakes:
+        if len(self._pending) >= self._transport.pending_handshakes:
             self._refuse(next(iter(self._pending)), "was the oldest of too many pending handshakes")
         self._pending[pending] = None
         self._selector.register(sock, selectors.EVENT_READ, pending)
@@ -341,7 +289,7 @@ class TlsListener:
             if not pending.advance():
                 return
             self._forget(pending)
-            channel = self._wrap(pending.sock, pending.session)
+            channel = self._transport.channel(pending.sock, pending.session)
         except BlockingIOError:
             return
         except _Refused as refusal:
@@ -352,18 +300,15 @@ class TlsListener:
             _log.exception("the TLS handshake with %s failed", pending.host)
             self._refuse(pending, type(error).__name__)
         else:
-            with self._changed:
-                has_room = self._close_reason is None and len(self._ready) < _MOST_READY
-                if has_room:
-                    self._ready.append(channel)
-                    self._changed.notify()
-            if not has_room:
+            if self._ready.qsize() < _MOST_READY:
+                self._ready.put(channel)
+            else:
                 channel.close("too many connections wait to be accepted")
 
     def _refuse(self, pending: _PendingHandshake, why: str) -> None:
         self._forget(pending)
         pending.sock.close()
-        self._on_refused(why, f"tls://{pending.host}")
+        self._transport.refused(why, f"tls://{pending.host}")
 
     def _forget(self, pending: _PendingHandshake) -> None:
         if self._pending.pop(pending, pending) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,10 @@ from typing import Any, cast, final
 from msgspec import structs
 
 from gradwire.autograd.messages import Forget
-from gradwire.compat.rpc import backend_registry, constants
+from gradwire.compat.rpc import backend_registry
 from gradwire.compat.rpc.agent import TensorPipeAgent
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.errors import GradwireError, PeerLost
-from gradwire.options import Limits
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.messages import Accept, Call, Drop, Fetch, Fork
 from gradwire.transport.base import Channel
@@ -32,6 +31,11 @@ _NAMES = {
     kind_of(Forget): {"CLEANUP_AUTOGRAD_CONTEXT_REQ"},
     kind_of(Fetch): {"PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL"},
 }
+
+
+@final
+class InjectedLoss(PeerLost):
+    """A message was not sent, over a channel that has not ended."""
 
 
 def names_of(frame: Frame) -> set[str]:
@@ -50,25 +54,20 @@ def names_of(frame: Frame) -> set[str]:
 class FaultPlan:
     """Which messages of one worker fail, how often, and which come late."""
 
-    def __init__(self, fail: Sequence[str], times: int, delay: Mapping[str, float]) -> None:
-        self._fail, self._times, self._delay = set(fail), times, dict(delay)
+    def __init__(self, options: FaultyTensorPipeRpcBackendOptions) -> None:
+        self._options = options
         self._lock = threading.RLock()
         self._failed: Counter[bytes] = Counter()
 
     def seconds_late(self, frame: Frame) -> float:
         """How late a message is sent; InjectedLoss if it is not, the first few times."""
-        names = names_of(frame)
-        if names & self._fail:
+        names, options = names_of(frame), self._options
+        if names.intersection(options.messages_to_fail):
             with self._lock:
                 self._failed[frame.head] += 1
-                if self._failed[frame.head] <= self._times:
+                if self._failed[frame.head] <= options.num_fail_sends:
                     raise InjectedLoss("RPCErr:2:a fault was injected on purpose")
-        return max((self._delay.get(name, 0.0) for name in names), default=0.0)
-
-
-@final
-class InjectedLoss(PeerLost):
-    """A message was not sent, over a channel that has not ended."""
+        return max((options.messages_to_delay.get(name, 0.0) for name in names), default=0.0)
 
 
 @final
@@ -80,15 +79,6 @@ class FaultyChannel:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self._inner, name)
-
-    @property
-    def limits(self) -> Limits:
-        """Of the inner one; a property, as they are set too."""
-        return self._inner.limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        self._inner.limits = limits
 
     def send(self, frame: Frame, deadline: float) -> None:
         """Send it, now or later, or fail."""
@@ -113,16 +103,12 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     def __init__(
         self,
         *,
-        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = constants.DEFAULT_INIT_METHOD,
         messages_to_fail: Sequence[str] = (),
         messages_to_delay: Mapping[str, float] | None = None,
         num_fail_sends: int = 0,
+        **common: Any,  # noqa: ANN401
     ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
-        )
+        super().__init__(**common)
         self.messages_to_fail = list(messages_to_fail)
         self.messages_to_delay = dict(messages_to_delay or {})
         self.num_fail_sends = num_fail_sends
@@ -133,11 +119,8 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
 
     def _behavior(self, opts: TensorPipeRpcBackendOptions) -> Behavior:
         assert isinstance(opts, FaultyTensorPipeRpcBackendOptions)
-        faults = FaultPlan(opts.messages_to_fail, opts.num_fail_sends, opts.messages_to_delay)
-
-        def wrap(channel: Channel) -> Channel:
-            return cast(Channel, FaultyChannel(channel, faults))
-
+        faults = FaultPlan(opts)
+        wrap = cast(Callable[[Channel], Channel], partial(FaultyChannel, faults=faults))
         return replace(super()._behavior(opts), channel=wrap)
 
 

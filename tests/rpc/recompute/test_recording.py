@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import UsageError
-from gradwire.rpc.recompute.recording_state import UNKNOWN_CALL, RecordedCall, Recording
+from gradwire.rpc.recompute.recording import UNKNOWN_CALL, RecordedCall, Recording
 
 F, G = (1, "m:f"), (2, "m:g")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from gradwire import DeadlinePassed, JoinTimeout, Options, PeerLost, UsageError
-from gradwire.launch.plan import check_arguments, worker_specs
+from gradwire.launch.child import worker_specs
+from gradwire.launch.run import check_arguments
 from gradwire.launch.supervise_state import Died, Overdue, WorkerStage, death_error, overdue_error
 
 HOME = Path("/private")

@@ -1,0 +1,247 @@
+"""The messages of reference counting: sent, and sent again until they are answered; and served.
+
+state.py decides what they change; permissions.py decides which peer may send which. All of them are
+idempotent, so repeating does no harm. The table knows what is still unanswered and is asked before
+each repetition. A worker that refuses connections, or that could not be reached for
+CONTROL_SECONDS, is reported lost: where there is no connection, none can break.
+
+Note [An answer accepts]
+A reference that is passed to its owner depends on the fork it was made from until the owner holds
+the value itself. The answer to the call carries this acknowledgement ("piggybacked"): it is lost
+only together with the peer. If a call fails or is given up, separate Accept messages are sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
+from gradwire.agent.messages import Done
+from gradwire.agent.requests.timer import Resender
+from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.errors import GradwireError, PeerLost, UsageError
+from gradwire.ids import ForkId, WorkerId
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork, QueryFork, Reference
+from gradwire.rpc.refs import permissions
+from gradwire.rpc.refs.handles_state import (
+    Action,
+    AskMaker,
+    SendAccept,
+    SendDrop,
+    SendFork,
+    Sending,
+    Verdict,
+)
+from gradwire.rpc.refs.state import RefTable
+from gradwire.wire.message import Message
+
+CONTROL_SECONDS = 30.0
+_ASK_AGAIN_SECONDS = 0.05
+_SEND_AGAIN_SECONDS = 1.0
+_AWAITED_SECONDS = 60.0
+
+_Entry = tuple[Sending, float | None]
+"""a message, and when its receiver first answered NOT_YET"""
+Heard = Callable[[Sending, Verdict | None], None]
+"""Called when a message was answered, with the verdict if the answer has one."""
+
+
+@final
+class RefSender:
+    """Sends one worker's messages about references, and repeats them until they are answered.
+
+    `lost` is called for a peer that cannot be reached.
+    """
+
+    def __init__(self, agent: Agent, table: RefTable, heard: Heard, lost: OnLost) -> None:
+        self._agent, self._table, self._heard, self._lost = agent, table, heard, lost
+        self._lock = agent.directory.lock
+        self._soon: dict[WorkerId, deque[_Entry]] = {}
+        self._unreached: dict[WorkerId, float] = {}
+        """when sending to a worker first failed"""
+        self._resender: Resender[_Entry] = Resender(agent.timer, self._send_again)
+
+    def send_soon(self, sending: Sending, since: float | None = None) -> None:
+        """Send on a service thread: the caller may hold locks, or be in a garbage collection.
+
+        At most one thread per peer: a message may bring a hundred references.
+        """
+        peer, mine = sending.to, deque([(sending, since)])
+        with self._lock:
+            waiting = self._soon.setdefault(peer, mine)
+            if waiting is not mine:
+                waiting.append((sending, since))
+                return
+        if not self._agent.dispatch.service.submit(partial(self._send_all, peer)):
+            del self._soon[peer]  # this worker has shut down
+
+    def _send_all(self, peer: WorkerId) -> None:
+        while True:
+            with self._lock:
+                waiting = self._soon[peer]
+                if not waiting:
+                    del self._soon[peer]
+                    return
+                entry = waiting.popleft()
+            self._send(*entry)
+
+    def _send(self, sending: Sending, since: float | None) -> None:
+        with self._lock:
+            acked_below = self._table.acked_below(sending.to)
+        message = _message(sending, acked_below)
+        limit = self._agent.clock.now() + CONTROL_SECONDS
+        try:
+            _, answer = self._agent.request(
+                sending.to, message, deadline=limit, description=str(message)
+            )
+        except UsageError:  # this worker has shut down
+            return
+        except GradwireError as error:
+            self._not_sent(sending, since, error)
+            return
+        with self._lock:
+            self._unreached.pop(sending.to, None)
+        answer.on_settled(partial(self._answered, sending, since))
+
+    def _not_sent(self, sending: Sending, since: float | None, error: GradwireError) -> None:
+        """Report a peer that cannot be reached as lost, unless it has connected to us meanwhile."""
+        now = self._agent.clock.now()
+        with self._lock:
+            failing_since = self._unreached.setdefault(sending.to, now)
+        given_up = isinstance(error, PeerLost) or now - failing_since >= CONTROL_SECONDS
+        lost = partial(self._lost, sending.to, PeerLost(str(error)))
+        if not (given_up and self._agent.unreached(sending.to, lost)):
+            self._send_later(sending, since, _SEND_AGAIN_SECONDS)
+
+    def _answered(self, sending: Sending, since: float | None, outcome: Outcome) -> None:
+        if not isinstance(outcome, Answer):
+            self._send_later(sending, since, _SEND_AGAIN_SECONDS)
+            return
+        said = outcome.message
+        verdict = Verdict(said.verdict) if isinstance(said, Counted) else None
+        if isinstance(sending, SendFork) and verdict is Verdict.NOT_YET:
+            now = self._agent.clock.now()
+            waited = 0.0 if since is None else now - since
+            if waited < _AWAITED_SECONDS:
+                self._send_later(sending, now - waited, _ASK_AGAIN_SECONDS + waited / 10)
+                if waited:  # most values are there at the second request: do not ask the maker yet
+                    self._heard(sending, verdict)
+                return
+            verdict = Verdict.NEVER
+        self._heard(sending, verdict)
+
+    def _send_later(self, sending: Sending, since: float | None, seconds: float) -> None:
+        if not isinstance(sending, AskMaker):  # which is sent again with the next Fork
+            self._resender.keep((sending, since), seconds)
+
+    def _send_again(self, due: list[_Entry]) -> None:
+        with self._lock:
+            owed = set(self._table.unacknowledged())  # a lost peer is owed nothing any more
+        for sending, since in due:
+            if sending in owed:
+                self.send_soon(sending, since)
+
+
+def _message(sending: Sending, acked_below: int) -> Message:
+    match sending:
+        case SendFork(ref, fork, _, n):
+            return Fork(ref, fork, n, acked_below)
+        case AskMaker(fork, _):
+            return QueryFork(fork)
+        case SendAccept(fork, _):
+            return Accept(fork)
+        case SendDrop(ref, fork, _):
+            return Drop(ref, fork, acked_below)
+
+
+@final
+class RefServer:
+    """Serves the messages about references for one worker, and the Accepts that answers carry.
+
+    `perform` is called without the lock: it may send, and run finalizers.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        table: RefTable,
+        check_limit: Callable[[WorkerId], None],
+        perform: Callable[[Sequence[Action]], None],
+    ) -> None:
+        self._agent, self._table, self._lock = agent, table, agent.directory.lock
+        self._me, self._check_limit, self._perform = agent.directory.me.id, check_limit, perform
+        agent.handle(Fork, self._serve_fork, Lane.SERVICE)
+        agent.handle(Accept, self._serve_accept, Lane.SERVICE)
+        agent.handle(Drop, self._serve_drop, Lane.SERVICE)
+        agent.handle(QueryFork, self._serve_expected, Lane.SERVICE)
+        agent.kinds.add(Counted)
+
+    def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
+        self._check_limit(source.worker)
+        with self._lock:
+            permissions.check_fork(self._table, message, source.worker, self._me)
+            self._agent.check_asker(source)
+            self._table.owned.forget_acked(source.worker, message.acked_below)
+            verdict = self._table.owned.fork_arrived(
+                message.ref, message.fork, source.worker, message.n
+            )
+        self._answer(source, Counted(verdict.value))
+
+    def _serve_expected(self, message: QueryFork, _: Payload, source: Source) -> None:
+        with self._lock:
+            verdict = self._table.may_come(message.fork, source.worker)
+        self._answer(source, Counted(verdict.value))
+
+    def _serve_accept(self, message: Accept, _: Payload, source: Source) -> None:
+        with self._lock:
+            actions = self._accepted(message.fork, source.worker)
+        self._answer(source, Done())
+        self._perform(actions)
+
+    def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
+        with self._lock:
+            holder = self._table.owned.holder_of(message.ref, message.fork)
+            permissions.check_end(message.fork, holder, source.worker)
+            self._table.owned.forget_acked(source.worker, message.acked_below)
+            actions = self._table.owned.drop_arrived(message.ref, message.fork)
+        self._answer(source, Done())
+        self._perform(actions)
+
+    def _answer(self, source: Source, message: Message) -> None:
+        self._agent.answer(source, message, deadline=self._agent.clock.now() + CONTROL_SECONDS)
+
+    # -- Accepts that answers carry, on the callee; see Note [An answer accepts]
+
+    def accepted_by_answer(self, references: Sequence[Reference]) -> list[ForkId]:
+        """The forks, among a call's references, that its answer accepts: those of our values."""
+        me = self._me
+        return [came.fork for came in references if came.owner == me != came.fork.worker]
+
+    def answer_sent(self, forks: Sequence[ForkId]) -> None:
+        """The answer that accepts these forks has left."""
+        with self._lock:
+            for fork in forks:
+                self._table.acknowledged(SendAccept(fork, fork.worker))
+
+    def send_separately(self, references: Sequence[Reference]) -> None:
+        """No answer will accept a call's references: send an Accept for each."""
+        with self._lock:
+            actions = self._table.owed_accepts(self.accepted_by_answer(references))
+        self._perform(actions)
+
+    # -- and on the caller
+
+    def answer_arrived(self, forks: Sequence[ForkId], source: WorkerId) -> None:
+        """The answer to a call of this worker accepts forks that were made for it."""
+        actions: list[Action] = []
+        with self._lock:
+            for fork in forks:
+                actions += self._accepted(fork, source)
+        self._perform(actions)
+
+    def _accepted(self, fork: ForkId, by: WorkerId) -> list[Action]:
+        permissions.check_end(fork, self._table.taker_of(fork), by)
+        return self._table.accept_arrived(fork)
