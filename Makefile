@@ -16,7 +16,7 @@ PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat faults conformance bench bench-peers chart docs clean
+.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat faults conformance conformance-gpu bench bench-peers chart docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -76,6 +76,9 @@ faults: $(STAMP) ## kill, freeze and cut workers: make faults ROUNDS=500 MINUTES
 
 conformance: $(STAMP) ## torch's own RPC suites against gradwire (a quarter of an hour)
 	$(PY) -m tests.conformance
+
+conformance-gpu: $(STAMP) ## those that need one GPU
+	$(PY) -m tests.conformance --gpu
 
 bench: $(STAMP) ## gradwire beside torch.distributed.rpc, one table: make bench ONLY=noop,echo
 	$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from gradwire.errors import UsageError
@@ -165,6 +166,11 @@ class Options:
     """pickle what is not plain data, if all workers set this: a peer can run any code here then"""
     threads: int = 64
     """user functions that may run at a time; those waiting for a nested call do not count"""
+    device_maps: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
+    """for each worker that is called, on which of its devices the tensors of a device here arrive:
+    {"w1": {"cuda:0": "cuda:1"}}. Results and gradients return by the inverted map. A device that no
+    map mentions is the same device there, found by its UUID
+    """
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
 

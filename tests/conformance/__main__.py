@@ -21,6 +21,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("--class", dest="suites", action="append", default=[], metavar="SUITE")
     parser.add_argument("--test", dest="tests", action="append", default=[], metavar="TEST")
+    parser.add_argument("--gpu", action="store_true", help="the tests that need one GPU")
     parser.add_argument("--stock", action="store_true", help="torch's own RPC, to check the runner")
     parser.add_argument("--list", action="store_true", help="name the tests, and run nothing")
     parser.add_argument("--json", action="store_true", help="results on stdout as JSON")
@@ -33,7 +34,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run what was asked for; 1 if it does not go as expected."""
     options = arguments()
-    chosen = plan.cases(options.suites, options.tests)
+    chosen = plan.cases(options.suites, options.tests, gpu=options.gpu)
     if options.list:
         print("\n".join(f"{case.kind}  {case}" for case in chosen))
         return 0

@@ -2,6 +2,7 @@
 
 `tests.tsv` names every test that needs neither CUDA nor TorchScript nor the legacy profiler: kind
 `a` uses the public interface only, kind `b` also private names that a successor can offer.
+`tests_gpu.tsv` names those that need one GPU.
 `exclusions.txt` has one line per test that fails for a reason we stand by, `exclusions_stock.txt`
 one for each that fails with torch's own RPC because TorchScript is off.
 """
@@ -28,9 +29,11 @@ class Case:
         return f"{self.suite}.{self.test}"
 
 
-def cases(suites: Sequence[str] = (), tests: Sequence[str] = ()) -> list[Case]:
-    """All of them, or those of the suites and of the tests named."""
-    with open(HERE / "tests.tsv", encoding="utf-8", newline="") as file:
+def cases(
+    suites: Sequence[str] = (), tests: Sequence[str] = (), *, gpu: bool = False
+) -> list[Case]:
+    """All of them, or those of the suites and of the tests named; with `gpu`, those for one GPU."""
+    with open(HERE / f"tests{'_gpu' * gpu}.tsv", encoding="utf-8", newline="") as file:
         known = [
             Case(row["class"], row["test"], row["kind"])
             for row in csv.DictReader(file, delimiter="\t")
@@ -52,7 +55,7 @@ def cases(suites: Sequence[str] = (), tests: Sequence[str] = ()) -> list[Case]:
 def exclusions(stock: bool = False) -> dict[str, str]:
     """The reason for each test that is known not to pass, by `Suite.test`."""
     path = HERE / ("exclusions_stock.txt" if stock else "exclusions.txt")
-    known = {str(case) for case in cases()}
+    known = {str(case) for gpu in (False, True) for case in cases(gpu=gpu)}
     found: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.strip() and not line.startswith("#"):

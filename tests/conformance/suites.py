@@ -21,6 +21,8 @@ MODULES = {
     "RpcTest": "rpc.rpc_test",
     "TensorPipeAgentRpcTest": "rpc.rpc_test",
     "TensorPipeAgentCudaRpcTest": "rpc.rpc_test",
+    "CudaDistAutogradTest": "rpc.dist_autograd_test",
+    "CudaRemoteModuleTest": "nn.api.remote_module_test",
     "RemoteModuleTest": "nn.api.remote_module_test",
     "ThreeWorkersRemoteModuleTest": "nn.api.remote_module_test",
     "DdpUnderDistAutogradTest": "ddp_under_dist_autograd_test",

@@ -60,10 +60,6 @@ def abs_of(n):
             "takes the options of torch.distributed.rpc, not a dict\nhint: pass options=gradwire.O",
         ),
         (
-            {"rpc_backend_options": TensorPipeRpcBackendOptions(device_maps={"w1": {0: 1}})},
-            "has device maps, which native calls do not use\nhint: a tensor arrives on the device",
-        ),
-        (
             {"rpc_backend_options": TensorPipeRpcBackendOptions(), "options": Options()},
             "takes options= or rpc_backend_options=, not both\nhint: pass options=gradwire.Options",
         ),

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from gradwire.ids import WorkerId
-from gradwire.transport.devices.base import BlockHandles
+from gradwire.transport.devices.contract import BlockHandles
 from gradwire.transport.devices.words import PageAddress
 from gradwire.wire.message import Message
 

@@ -18,6 +18,7 @@ from typing import final
 import torch
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.devices.links import ON_CPU, DeviceLinks
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, ParticipantPass
 from gradwire.autograd.backward.coordinator import Coordinator
@@ -33,11 +34,11 @@ from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.current import NO_LINE, user_line
-from gradwire.errors import BadMessage, ContextClosed, PeerLost
+from gradwire.errors import BadMessage, ContextClosed, GradwireError, PeerLost
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
 from gradwire.torch_private import Node, current_run
-from gradwire.wire.tensor import encode_tensors
+from gradwire.wire.tensor import are_on_cpu, arrive_on_cpu, decode_tensors, encode_tensors
 
 _log = logging.getLogger("gradwire")
 _LONG_SECONDS, _MANY = 60.0, 100
@@ -51,6 +52,7 @@ class Engine:
     def __init__(
         self,
         agent: Agent,
+        devices: DeviceLinks,
         timeouts: Timeouts,
         inside: Callable[[ContextId | None], AbstractContextManager[None]],
         due: Callable[[Timeout], float],
@@ -60,6 +62,7 @@ class Engine:
     ) -> None:
         self._edge_per_message, self.only_in_contexts = edge_per_message, only_in_contexts
         self._agent, self.directory, self.limits = agent, agent.directory, agent.limits
+        self.devices = devices
         self._me = agent.directory.me.id
         self._ref = weakref.ref(self)  # See Note [Nodes hold no table]
         first = first_of(agent.directory.myself.incarnation)
@@ -69,7 +72,7 @@ class Engine:
         self.saving: Saving | None = None
         """how graphs made in contexts and by served functions keep the tensors they need"""
         seconds, locks = timeouts.backward, LeafLocks()
-        self.passes = PassTable(agent, self.edges, due, seconds)
+        self.passes = PassTable(agent, devices, self.edges, due, seconds)
         self.coordinator = Coordinator(agent, self.edges, self.passes, locks)
         self._participant = Participant(
             agent, self.contexts, self.edges, self.passes, locks, inside, seconds
@@ -99,7 +102,8 @@ class Engine:
         tag = context and context.id
         groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
         made = Made(self._agent.clock.now(), user_line() if is_call else NO_LINE)
-        left = [leave(self.edges, self._ref, tag, peer, each, tensors, made) for each in groups]
+        more = (tensors, made, self.devices.homes_of)
+        left = [leave(self.edges, self._ref, tag, peer, each, *more) for each in groups]
         if context is not None:
             for crossed in left:
                 context.sent[crossed.edge.n] = None
@@ -158,13 +162,30 @@ class Engine:
             check_order(self.edges, end, active.edges_sent)
             has_come = partial(active.has_come, edge)
             self._agent.wait(end.peer, has_come, partial(active.await_edge, edge))
-        gradients, crossings = active.take_gradients(edge)
-        if not crossings:
-            return gradients
-        present = [gradient for gradient in gradients if gradient is not None]
-        self.attach_recv(end.context, end.peer, crossings, present)
-        alive = iter(present)
-        return [None if gradient is None else next(alive) for gradient in gradients]
+        message, payload = active.take_gradients(edge)
+        present = self._decode_gradients(active, message, payload, end)
+        if message.crossings:
+            self.attach_recv(end.context, end.peer, message.crossings, present)
+        came = iter(present)
+        return [next(came) if is_there else None for is_there in message.present]
+
+    def _decode_gradients(
+        self, active: AnyPass, message: Gradients, payload: Payload, end: EdgeEnd
+    ) -> list[torch.Tensor]:
+        headers, homes = message.tensors, end.homes
+        try:
+            if message.present.count(True) != len(headers):
+                raise BadMessage("another number of tensors came than was said")
+            if homes is None and arrive_on_cpu(headers):
+                return decode_tensors(headers, payload, self.limits)
+            homes = homes or (ON_CPU,) * len(message.present)
+            theirs = zip(homes, message.present, strict=True)
+            present = [home for home, is_there in theirs if is_there]
+            return self.devices.decode_at(headers, payload, end.peer, present)
+        except (GradwireError, ValueError) as error:
+            bad = BadMessage(f"the gradients of {message.edge} do not decode: {error}")
+            active.fail(bad)
+            raise bad from error
 
     def send_gradients(
         self, recv: Node, end: EdgeEnd, gradients: Sequence[torch.Tensor | None]
@@ -186,17 +207,24 @@ class Engine:
         present = [gradient for gradient in gradients if gradient is not None]
         grad = torch.is_grad_enabled()
         crossings = self.attach_send(end.context, peer, present) if grad else []
-        headers, payload = encode_tensors(present, self.limits)
+        if are_on_cpu(present):
+            headers, payload = encode_tensors(present, self.limits)
+        else:
+            headers, payload = self.devices.encode(present, peer, active.deadline)
         there = [gradient is not None for gradient in gradients]
         message = Gradients(active.id, edge, there, headers, crossings)
         if self._agent.events.listeners:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
-        if isinstance(active, CoordinatedPass):
-            self.coordinator.send(active, peer, message, payload)
-        elif active.is_last() and peer == active.id.worker:
-            active.held = message, payload  # sent by Participant._tell_done
-        else:
-            self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
+        try:
+            if isinstance(active, CoordinatedPass):
+                self.coordinator.send(active, peer, message, payload)
+            elif active.is_last() and peer == active.id.worker:
+                active.held = message, payload  # sent by Participant._tell_done
+            else:
+                self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
+        except BaseException:
+            self.devices.withdraw(headers, peer)
+            raise
 
     def _begin_native(self, end: EdgeEnd) -> AnyPass:
         """See Note [Which pass a node runs for], backward/pass_table.py."""
@@ -222,6 +250,8 @@ class Engine:
         active = self.passes.heard_of(message.pass_id) if is_there else None
         if active is None:
             self.drop_crossings(message.crossings, source.worker)
+            if not arrive_on_cpu(message.tensors):
+                self.devices.drop(message.tensors, source.worker)
             self._agent.events.emit("late", message.edge)
             self._agent.noting.came_late(source.worker)
             return
@@ -230,7 +260,7 @@ class Engine:
             twice = BadMessage(f"{message.edge} was settled twice in {active.id} by {name}")
             active.fail(twice.about(name, phase="backward"))
             return
-        active.settle(message, payload, self.limits)
+        active.settle(message, payload)
         if message.last:
             active.worker_done(source.worker, has_changed=message.has_changed)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar, cast
 
+from gradwire.agent.devices.maps import checked_map
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, PeerLost, UsageError
@@ -136,6 +137,8 @@ def rpc_sync(
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
 ) -> T:
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
@@ -143,9 +146,9 @@ def rpc_sync(
     is part of the graph: `backward()` goes through it. The function runs at most once, unless it is
     marked `idempotent`. The call waits for `timeout` seconds, by default `Timeouts(call=…)`, and
     never longer than the call that it is made in; with None or infinity, as long as the other
-    worker lives.
+    worker lives. `device_map` replaces that of `Options(device_maps=…)`, for this call.
     """
-    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout)
+    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
     while True:
         try:
             return cast(T, worker.calls.call(number, target, deadline))
@@ -160,9 +163,11 @@ def rpc_async(
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once. The arguments are copied before it returns."""
-    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout)
+    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
     return worker.calls.call_async(number, target, deadline)
 
 
@@ -172,12 +177,14 @@ def remote(
     args: tuple[object, ...] | list[Any] = (),
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
 ) -> RRef[T]:
     """Run `func` on another worker, which keeps the result; return a reference to it at once.
 
     Using the reference raises what `func` raised.
     """
-    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout)
+    worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
     created = worker.calls.remote(number, target, deadline)
     return cast(RRef[T], worker.refs.make(created.handle))
 
@@ -197,7 +204,12 @@ def call_as(
 
 
 def _prepared(
-    to: To, func: Callable[..., Any], args: object, kwargs: object, timeout: Timeout
+    to: To,
+    func: Callable[..., Any],
+    args: object,
+    kwargs: object,
+    timeout: Timeout,
+    device_map: Mapping[Any, Any] | None,
 ) -> tuple[Worker, WorkerId, Target, float]:
     """The worker that makes a call, and what its `calls` need. hot: each call"""
     worker: Worker = current_worker.find()
@@ -209,7 +221,12 @@ def _prepared(
         )
     if type(args) is not tuple:
         args = positional(args)
-    target = Target(name_of(func), args, {} if kwargs is None else keywords(kwargs))
+    named = {} if kwargs is None else keywords(kwargs)
+    if device_map is None:
+        target = Target(name_of(func), args, named)
+    else:
+        maps = checked_map(device_map, worker.directory.name(number))
+        target = Target(name_of(func), args, named, device_map=maps)
     return worker, number, target, worker.deadline(timeout)
 
 
@@ -281,14 +298,9 @@ def options_for(backend: object, given: Any, options: Options | None) -> Options
             f"{type(given).__name__}",
             hint="pass options=gradwire.Options(…)",
         )
-    if getattr(given, "device_maps", None):
-        raise UsageError(
-            "rpc_backend_options= has device maps, which native calls do not use",
-            hint="a tensor arrives on the device of the same name: move it there before the call, "
-            "or use RemoteModule('w1/cuda:0', …); programs under gradwire.compat keep their maps",
-        )
     return Options(
         init_method=given.init_method,
+        device_maps=getattr(given, "device_maps", {}),
         threads=max(1, getattr(given, "num_worker_threads", Options().threads)),
         timeouts=Timeouts(call=float(given.rpc_timeout) or _FOR_EVER),
     )

@@ -28,6 +28,8 @@ class Behavior:
     """the function runs in the caller's grad and inference modes; otherwise in default modes,
     and a caller with grad mode off gets a result without a graph
     """
+    needs_device_map: bool = False
+    """a tensor on a device can be sent only if a device map says where it arrives"""
     counts_before_use: bool = False
     """a function runs only after the owners have counted all references in its arguments"""
     answers_when_made: bool = False

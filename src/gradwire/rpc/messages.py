@@ -81,6 +81,8 @@ class Call(Message, frozen=True, tag=0x40):
     after the other; see Note [Deadlines of nested calls], agent/requests/timer.py
     """
     room: Seconds = 0.0
+    device_map: dict[str, str] | None = None
+    """by which tensors came; the result returns by the inverted map"""
 
 
 class Result(Message, frozen=True, tag=0x41):
@@ -104,6 +106,8 @@ class Fetch(Message, frozen=True, tag=0x42):
     ref: RefId
     context: ContextId | None
     seconds: Seconds
+    device_map: dict[str, str] | None = None
+    """of the receiver for the other way: the value comes by the inverted map"""
 
 
 class Fork(Message, frozen=True, tag=0x43):

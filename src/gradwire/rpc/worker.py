@@ -20,6 +20,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.devices.links import DeviceLinks, Drivers, drivers_of_this_process
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.membership.open_world import Membership, RosterStore
 from gradwire.agent.membership.shutdown import GracefulShutdown, ShutdownResult
@@ -87,14 +88,14 @@ class Worker:
         own: OwnGenerator | None = None,
         interceptor: Interceptor | None = None,
         roster: RosterStore | None = None,  # in an open world
+        drivers: Drivers = drivers_of_this_process,
     ) -> None:
         current_worker.is_forked = False
         self._process = os.getpid()
-        self.store = store  # kept alive, as this process may host it
+        self.store, self.own = store, own
+        """the rendezvous store, as this process may host it, and a random generator of its own"""
         self.directory, self.name = directory, directory.me.name
         self.behavior, self.options = behavior, options
-        self.own = own
-        """the random generator of this worker; None if it uses that of the process"""
         self.generators = PROCESS if own is None else Generators(own.generator)
         self._parts: dict[object, object] = {}
         self._parts_lock = threading.RLock()  # making a part may ask for another
@@ -113,9 +114,9 @@ class Worker:
             refusals=self.refusals,
             interceptor=interceptor,
         )
-        self._serve(registry, roster)
+        self._serve(registry, roster, drivers)
 
-    def _serve(self, registry: Registry, roster: RosterStore | None) -> None:
+    def _serve(self, registry: Registry, roster: RosterStore | None, drivers: Drivers) -> None:
         """Build the layers above the agent, which register the messages that they serve; start."""
         self._graceful_shutdown: GracefulShutdown | Membership = (
             GracefulShutdown(self.agent) if roster is None else Membership(self.agent, roster)
@@ -125,8 +126,10 @@ class Worker:
         self.deadline: Deadline = partial(deadline_from, clock, timeouts.call)
         self.backward_deadline: Deadline = partial(deadline_from, clock, timeouts.backward)
         self.step_deadline: Deadline = partial(deadline_from, clock, timeouts.step)
+        self.devices = DeviceLinks(agent, drivers, needs_map=behavior.needs_device_map)
         self.engine = Engine(
             agent,
+            self.devices,
             timeouts,
             scope_for,
             self.backward_deadline,
@@ -137,7 +140,8 @@ class Worker:
         self.refs: Refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
         bodies = BodyCodec(codec, self.engine, self.refs, behavior)
-        self.calls = Calls(agent, self.engine, self.refs, bodies, behavior)
+        maps = options.device_maps
+        self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, maps)
         CallServer(self, bodies, registry)
         for part in behavior.parts:
             self.part(part)
@@ -252,6 +256,7 @@ class Worker:
         self._graceful_shutdown.close()  # first: it tries again on threads that the agent joins
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)
+        self.devices.close()
         self.refs.close()
         self.store = None
         if stuck:

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar, final
 
 import torch
 
+from gradwire.agent.devices.links import Drivers, drivers_of_this_process
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.state import Member
@@ -62,7 +63,9 @@ class Cluster(Sequence[ClusterWorker]):
         clock: Clock | None,
         behavior: Behavior | None,
         generators: Sequence[torch.Generator] | None,
+        drivers: Drivers | None,
     ) -> None:
+        self._drivers = drivers or drivers_of_this_process
         if generators is not None and len(generators) != n:
             raise UsageError(f"{n} workers were given {len(generators)} generators")
         self._generators = generators
@@ -125,6 +128,7 @@ class Cluster(Sequence[ClusterWorker]):
             self._expose,
             self._clock,
             behavior=self._behavior,
+            drivers=self._drivers,
             own=None if mine is None else OwnGenerator(mine, partial(drawing_from, mine)),
             interceptor=failpoints_by_environment(directory, self._clock or MonotonicClock()),
         )
@@ -141,6 +145,7 @@ def cluster(
     clock: Clock | None = None,
     behavior: Behavior | None = None,
     generators: Sequence[torch.Generator] | None = None,
+    drivers: Drivers | None = None,
 ) -> Iterator[Cluster]:
     """n workers named w0, w1, … in this process; they are gone when the block ends.
 
@@ -148,9 +153,9 @@ def cluster(
     ...     workers[0].run(gradwire.rpc_sync, "w1", torch.sin, args=(x,))
 
     They share the default generator of the process, unless each is given one of its own; see
-    testing/generators.py.
+    testing/generators.py. `drivers` may give them pretended devices; see testing/pretend.py.
     """
-    workers = Cluster(n, expose, options, clock, behavior, generators)
+    workers = Cluster(n, expose, options, clock, behavior, generators, drivers)
     try:
         yield workers
     finally:

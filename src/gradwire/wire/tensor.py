@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -123,6 +124,19 @@ def without_inference(header: TensorHeader) -> TensorHeader:
     return msgspec.structs.replace(header, flags=header.flags & ~INFERENCE)
 
 
+_is_cpu, _device_of = attrgetter("is_cpu"), attrgetter("device")
+
+
+def are_on_cpu(tensors: Sequence[Tensor]) -> bool:
+    """Whether they can be encoded without placements. hot: every message with tensors"""
+    return all(map(_is_cpu, tensors))
+
+
+def arrive_on_cpu(headers: Sequence[TensorHeader]) -> bool:
+    """Whether they can be decoded without devices. hot: every message with tensors"""
+    return not any(map(_device_of, headers))
+
+
 def encode_tensors(
     tensors: Sequence[Tensor],
     limits: Limits = _LIMITS,
@@ -213,7 +227,7 @@ class _Payload:
 
 def _encode(tensor: Tensor, payload: _Payload, place: Placement) -> TensorHeader:
     kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter:
+    if kind is not Tensor and kind is not Parameter and place.lease is None:
         name = f"{kind.__module__}.{kind.__qualname__}"
         raise _refusal(f"a tensor of type {name}", "send a plain torch.Tensor made of it")
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
@@ -340,9 +354,7 @@ def _rebuild(header: TensorHeader, block: _Block, arriving: Arriving | None) -> 
     return arriving.place(tensor, device)
 
 
-def _rebuild_dense(
-    header: TensorHeader, block: _Block, arriving: Arriving | None = None
-) -> Tensor:
+def _rebuild_dense(header: TensorHeader, block: _Block, arriving: Arriving | None = None) -> Tensor:
     if header.parts or header.flags & COALESCED:
         raise _malformed("a dense tensor has sparse parts")
     dtype, shape, order = DTYPES.get(header.dtype), header.shape, header.order

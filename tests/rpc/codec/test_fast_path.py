@@ -125,7 +125,9 @@ def test_what_does_not_fit_is_refused_by_the_walk(skeleton, count):
 )
 def test_limits_are_for_the_walk_to_judge(limits, value):
     codec = Codec(Registry(), limits)
-    engine = SimpleNamespace(limits=limits, releases=SimpleNamespace(riding_to=lambda _: []))
+    engine = SimpleNamespace(
+        limits=limits, devices=None, releases=SimpleNamespace(riding_to=lambda _: [])
+    )
     bodies = BodyCodec(codec, engine, NO_REFS, NATIVE)
     data = CODEC.encode(value).data
 

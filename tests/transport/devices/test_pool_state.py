@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.transport.devices.pool_state import BlockPool, room_for
+from gradwire.transport.devices.pool_state import DevicePool, room_for
 
 MIB = 1 << 20
 
@@ -24,8 +24,8 @@ def test_blocks_have_few_sizes(length, room):
     assert room_for(length) == room
 
 
-def pool_of(*rooms: int, budget: int = 1 << 30) -> BlockPool:
-    pool = BlockPool(budget)
+def pool_of(*rooms: int, budget: int = 1 << 30) -> DevicePool:
+    pool = DevicePool(budget)
     for number, room in enumerate(rooms):
         pool.added(number, room)
     return pool

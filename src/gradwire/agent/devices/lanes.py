@@ -29,14 +29,14 @@ from torch import Tensor
 
 from gradwire.agent.messages import BlockOpened, OpenBlock
 from gradwire.errors import BadMessage, UsageError
-from gradwire.transport.devices.base import (
+from gradwire.transport.devices.contract import (
     BLOCK_ALIGNMENT,
     MOST_BLOCKS,
     DeviceBlock,
     DeviceDriver,
     DeviceError,
 )
-from gradwire.transport.devices.pool_state import BlockPool, room_for
+from gradwire.transport.devices.pool_state import DevicePool, room_for
 from gradwire.transport.devices.words import Words
 
 _log = logging.getLogger("gradwire")
@@ -48,10 +48,10 @@ AskPeer = Callable[[OpenBlock, float], BlockOpened]
 
 
 class Shared(NamedTuple):
-    """A block, and the index of its byte in the page of words."""
+    """A block, and the number of its byte in the page of words."""
 
     block: DeviceBlock
-    index: int
+    word: int
 
 
 @final
@@ -94,7 +94,7 @@ class OutgoingLane:
         self._is_inside: Callable[[], bool] = cast(Any, lock)._is_owned
         self.words = Words.make()
         self.blocks: dict[int, Shared] = {}
-        self._pools: dict[torch.device, BlockPool] = {}
+        self._pools: dict[torch.device, DevicePool] = {}
         self._indices = set(range(MOST_BLOCKS))
         self._refused: set[torch.device] = set()
         self._process = os.getpid()
@@ -112,7 +112,7 @@ class OutgoingLane:
         with self._lock:
             pool = self._pools.get(device)
             if pool is None:
-                pool = self._pools[device] = BlockPool(driver.budget_of(device), MOST_BLOCKS)
+                pool = self._pools[device] = DevicePool(driver.budget_of(device))
             n = pool.choose(length, self._is_free)
             if n is not None:
                 block, index = self.blocks[n]
@@ -126,7 +126,7 @@ class OutgoingLane:
         """The message that names this block did not leave."""
         shared = self.blocks.get(number)
         if shared is not None:
-            self.words.clear(shared.index)
+            self.words.clear(shared.word)
 
     def close(self) -> None:
         """Make no more blocks, and free these: see Note [Who frees a block]."""
@@ -138,13 +138,13 @@ class OutgoingLane:
 
     def _is_free(self, number: int) -> bool:
         shared = self.blocks.get(number)  # none while it is being made
-        return shared is not None and not self.words.is_set(shared.index)
+        return shared is not None and not self.words.is_set(shared.word)
 
     def _make(
         self,
         driver: DeviceDriver,
         device: torch.device,
-        pool: BlockPool,
+        pool: DevicePool,
         room: int,
         deadline: float,
     ) -> tuple[int, DeviceBlock] | None:
@@ -185,7 +185,7 @@ class OutgoingLane:
             raise DeviceError(opened.refusal or "the peer has mapped other memory")
         self._process = opened.process
 
-    def _unmake(self, pool: BlockPool, number: int, index: int) -> None:
+    def _unmake(self, pool: DevicePool, number: int, index: int) -> None:
         with self._lock:
             pool.removed(number)
             shared = self.blocks.pop(number, None)
@@ -286,7 +286,7 @@ class IncomingLane:
         for number in numbers:
             shared = self._blocks.get(number)
             if shared is not None and self._words is not None:
-                self._words.clear(shared.index)
+                self._words.clear(shared.word)
 
     def close(self) -> None:
         """Unmap all blocks. This waits for copies out of them that the device has not made yet."""

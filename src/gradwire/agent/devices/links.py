@@ -13,8 +13,9 @@ here waits for the device, except where a tensor arrives in host memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import final
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import NamedTuple, final
 
 import torch
 from msgspec.structs import replace
@@ -22,13 +23,13 @@ from torch import Tensor
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.devices.lanes import IncomingLane, Lease, OutgoingLane, Taking, aligned
-from gradwire.agent.devices.maps import CPU, DeviceMap, split_name, unmapped
+from gradwire.agent.devices.maps import CPU, DeviceMap, no_map, split_name, unmapped
 from gradwire.agent.messages import BlockOpened, OpenBlock
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.current import current_inbound
-from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
+from gradwire.errors import BadMessage, GradwireError, PeerLost
 from gradwire.ids import WorkerId
-from gradwire.transport.devices.base import DeviceDriver, DeviceError
+from gradwire.transport.devices.contract import DeviceDriver, DeviceError
 from gradwire.transport.devices.cuda import cuda_driver
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
@@ -44,6 +45,22 @@ Drivers = Callable[[str], DeviceDriver | str]
 """the driver of a type of device, or why there is none"""
 
 
+Handoff = Callable[[], None]
+"""makes the current streams of the thread that calls it wait for tensors of another one"""
+
+
+class Home(NamedTuple):
+    """Where a tensor was that has left: its device, and the stream that was current there."""
+
+    device: torch.device
+    stream: object = None
+    using: Callable[[], AbstractContextManager[object]] | None = None
+    """makes the stream current"""
+
+
+ON_CPU = Home(torch.device(CPU))
+
+
 def drivers_of_this_process(kind: str) -> DeviceDriver | str:
     """The driver for a type of torch.device."""
     return cuda_driver() if kind == "cuda" else f"{kind} devices have no lane"
@@ -53,8 +70,11 @@ def drivers_of_this_process(kind: str) -> DeviceDriver | str:
 class DeviceLinks:
     """The tensors of one worker's messages."""
 
-    def __init__(self, agent: Agent, drivers: Drivers = drivers_of_this_process) -> None:
+    def __init__(
+        self, agent: Agent, drivers: Drivers = drivers_of_this_process, *, needs_map: bool = False
+    ) -> None:
         self._agent, self._drivers, self._limits = agent, drivers, agent.limits
+        self._needs_map = needs_map
         self._lock = agent.directory.lock
         self._outgoing: dict[WorkerId, OutgoingLane] = {}
         self._incoming: dict[WorkerId, IncomingLane] = {}
@@ -70,26 +90,21 @@ class DeviceLinks:
         to: WorkerId,
         deadline: float,
         device_map: DeviceMap | None = None,
+        is_call: bool | None = None,
     ) -> Encoded:
         """Encode the tensors of a message to this peer.
 
-        hot: every message with tensors
+        `is_call` is None for gradients: their receiver knows on which devices they arrive.
         """
-        if device_map is None:
-            for tensor in tensors:
-                if not tensor.is_cpu:
-                    break
-            else:
-                return encode_tensors(tensors, self._limits)
-        return self._encode(tensors, to, deadline, device_map or {})
+        names = [self._name_there(tensor, to, device_map or {}, is_call) for tensor in tensors]
+        return self._encode(tensors, names, to, deadline)
 
     def _encode(
-        self, tensors: Sequence[Tensor], to: WorkerId, deadline: float, device_map: DeviceMap
+        self, tensors: Sequence[Tensor], names: Sequence[str], to: WorkerId, deadline: float
     ) -> Encoded:
-        names = [self._name_there(tensor, device_map) for tensor in tensors]
         sizes: dict[torch.device, int] = {}
         for tensor, name in zip(tensors, names, strict=True):
-            if _takes_lane(tensor, name):
+            if self._takes_lane(tensor, name):
                 size = aligned(tensor.numel() * tensor.itemsize)
                 sizes[tensor.device] = sizes.get(tensor.device, 0) + size
         leases: dict[torch.device, Lease] = {}
@@ -99,7 +114,9 @@ class DeviceLinks:
                 if lease is not None:
                     leases[device] = lease
             placements = [
-                Placement(name, leases.get(tensor.device) if _takes_lane(tensor, name) else None)
+                Placement(
+                    name, leases.get(tensor.device) if self._takes_lane(tensor, name) else None
+                )
                 for tensor, name in zip(tensors, names, strict=True)
             ]
             encoded = encode_tensors(tensors, self._limits, placements)
@@ -113,16 +130,27 @@ class DeviceLinks:
             raise
         return encoded
 
-    def _name_there(self, tensor: Tensor, device_map: DeviceMap) -> str:
+    def _name_there(
+        self, tensor: Tensor, to: WorkerId, device_map: DeviceMap, is_call: bool | None
+    ) -> str:
         """The name of the device on which a tensor arrives; see maps.py."""
         here = CPU if tensor.is_cpu else str(tensor.device)
         mapped = device_map.get(here)
         if mapped is not None or tensor.is_cpu:
             return "" if mapped in (None, CPU) else str(mapped)
+        if self._needs_map and is_call is not None and not tensor.is_meta:
+            raise RuntimeError(no_map(is_call, self._agent.directory.name(to), here))
         driver = None if tensor.is_meta else self._drivers(tensor.device.type)
         if driver is None or isinstance(driver, str):
             return here
-        return unmapped(here, uuid_of(driver, tensor.device))
+        return unmapped(here, driver.uuid_of(tensor.device))
+
+    def _takes_lane(self, tensor: Tensor, name: str) -> bool:
+        """Whether a device lane can carry a tensor to a device of this name."""
+        if tensor.is_cpu or not name or tensor.layout is not torch.strided or not tensor.numel():
+            return False
+        driver = self._drivers(tensor.device.type)
+        return not isinstance(driver, str) and type(tensor) in driver.types
 
     def _lease(
         self, device: torch.device, size: int, to: WorkerId, deadline: float
@@ -130,11 +158,7 @@ class DeviceLinks:
         driver = self._drivers(device.type)
         if isinstance(driver, str):
             return None
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UsageError(
-                "a CUDA graph is being captured, and a call cannot be a part of it",
-                hint="make the call before or after torch.cuda.graph(…)",
-            )
+        driver.check_not_capturing()
         lane = self._outgoing.get(to)
         if lane is None:
             name = self._agent.directory.name
@@ -170,35 +194,7 @@ class DeviceLinks:
     def decode(
         self, headers: Sequence[TensorHeader], payload: memoryview | None, source: WorkerId
     ) -> list[Tensor]:
-        """Decode the tensors of a message from this peer.
-
-        hot: every message with tensors
-        """
-        for header in headers:
-            if header.device or header.block is not None:
-                return self._decode(headers, payload, source)
-        return decode_tensors(headers, payload, self._limits)
-
-    def decode_gradients(
-        self,
-        headers: Sequence[TensorHeader],
-        payload: memoryview | None,
-        source: WorkerId,
-        homes: Sequence[torch.device],
-    ) -> list[Tensor]:
-        """Decode gradients: each arrives on the device that its tensor came from."""
-        home_names = ["" if home.type == CPU else str(home) for home in homes]
-        if len(headers) != len(home_names):
-            raise BadMessage("gradients came for another number of tensors than left")
-        at_home = [
-            header if header.device == META else replace(header, device=home)
-            for header, home in zip(headers, home_names, strict=True)
-        ]
-        return self.decode(at_home, payload, source)
-
-    def _decode(
-        self, headers: Sequence[TensorHeader], payload: memoryview | None, source: WorkerId
-    ) -> list[Tensor]:
+        """Decode the tensors of a message from this peer."""
         arriving = _Arriving(self._incoming_of(source).taking(), self._drivers)
         try:
             return decode_tensors(headers, payload, self._limits, arriving)
@@ -206,6 +202,63 @@ class DeviceLinks:
             raise GradwireError(f"a tensor could not be copied on arrival: {error}") from error
         finally:
             arriving.taking.close()
+
+    def decode_at(
+        self,
+        headers: Sequence[TensorHeader],
+        payload: memoryview | None,
+        source: WorkerId,
+        homes: Sequence[Home],
+    ) -> list[Tensor]:
+        """Decode gradients where their tensors were; the current streams wait for them there."""
+        names = ["" if home.device.type == CPU else str(home.device) for home in homes]
+        at_home = [
+            header if header.device == META else replace(header, device=name)
+            for header, name in zip(headers, names, strict=True)
+        ]
+        elsewhere = [
+            home.using
+            for home in homes
+            if home.using is not None and self.homes_of_device(home.device).stream != home.stream
+        ]
+        if not elsewhere:
+            return self.decode(at_home, payload, source)
+        with ExitStack() as stack:
+            for using in elsewhere:
+                stack.enter_context(using())
+            tensors = self.decode(at_home, payload, source)
+            join = self.handoff(tensors)
+        if join is not None:
+            join()
+        return tensors
+
+    def homes_of(self, tensors: Sequence[Tensor]) -> tuple[Home, ...]:
+        """Where these tensors are."""
+        return tuple([self.homes_of_device(tensor.device) for tensor in tensors])
+
+    def homes_of_device(self, device: torch.device) -> Home:
+        """A device, and the current stream of this thread there."""
+        driver = self._drivers(device.type)
+        if isinstance(driver, str):
+            return Home(device)
+        stream = driver.current_stream(device)
+        return Home(device, stream, partial(driver.using, stream))
+
+    def handoff(self, tensors: Sequence[Tensor]) -> Handoff | None:
+        """For another thread or stream: called there, its stream waits for these tensors."""
+        joins = []
+        for tensor in tensors:
+            driver = None if tensor.is_cpu else self._drivers(tensor.device.type)
+            if driver is not None and not isinstance(driver, str):
+                joins.append(driver.handoff(tensor))
+        if not joins:
+            return None
+
+        def join_all() -> None:
+            for join in joins:
+                join()
+
+        return join_all
 
     def _incoming_of(self, source: WorkerId) -> IncomingLane:
         lane = self._incoming.get(source)
@@ -244,23 +297,12 @@ class DeviceLinks:
     def close(self) -> None:
         """This worker is closed."""
         with self._lock:
-            lanes = [*self._incoming.values(), *self._outgoing.values()]
-            self._incoming, self._outgoing = {}, {}
-        for lane in lanes:
-            lane.close()
-
-
-def _takes_lane(tensor: Tensor, name: str) -> bool:
-    """Whether a device lane can carry a tensor to a device of this name."""
-    if tensor.is_cpu or tensor.is_meta or not name:
-        return False
-    return tensor.layout is torch.strided and tensor.numel() > 0
-
-
-@cache
-def uuid_of(driver: DeviceDriver, device: torch.device) -> str:
-    """The name of a device, which never changes; to ask for it takes microseconds."""
-    return driver.uuid_of(device)
+            incoming, self._incoming = self._incoming, {}
+            outgoing, self._outgoing = self._outgoing, {}
+        for arriving in incoming.values():
+            arriving.close()
+        for leaving in outgoing.values():
+            leaving.close()
 
 
 @final

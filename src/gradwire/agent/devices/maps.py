@@ -48,3 +48,14 @@ def split_name(name: str) -> tuple[str, str]:
     """The device that a message names, and its UUID or ""."""
     device, _, uuid = name.partition("/")
     return device, uuid
+
+
+def no_map(is_call: bool, to: str, device: str) -> str:
+    """What torch.distributed.rpc says of a device that no map mentions."""
+    return (
+        "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to "
+        "CPU before sending them over RPC, or call `set_device_map` on "
+        "`TensorPipeRpcBackendOptions` to explicitly configure device mapping. "
+        f"{'Request' if is_call else 'Response'} device mapping is not available for destination "
+        f"{to} for device {device} but received a tensor on that device."
+    )

@@ -49,6 +49,8 @@ class Source(msgspec.Struct, eq=False):
     cancelled: str = ""  # why nobody waits for the answer any more, once that is so
     note: bytes = b""
     """what the layer above sends along with the answer or the failure"""
+    device_map: dict[str, str] | None = None
+    """of the peer; the tensors of the answer leave by the inverted one, see devices/maps.py"""
 
 
 Payload = memoryview | None

@@ -13,27 +13,25 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
-import torch
-
+from gradwire.agent.devices.links import DeviceLinks
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import explain_shortening
+from gradwire.agent.serving.dispatch import Payload
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import NOTHING, Lineage, numbers, workers_in
-from gradwire.autograd.messages import Crossing, Gradients, Start
+from gradwire.autograd.messages import Gradients, Start
 from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.autograd.undo.undo_log import UndoLog
-from gradwire.errors import BackwardTimeout, BadMessage, GradwireError
+from gradwire.errors import BackwardTimeout, BadMessage
 from gradwire.ids import EdgeId, PassId, WorkerId
-from gradwire.options import Limits
 from gradwire.wire.message import Buffer
-from gradwire.wire.tensor import decode_tensors
 
-Settlement = tuple[list[torch.Tensor | None], list[Crossing]]
-"""The gradients that settle an edge, and the edges by which they crossed themselves, if any."""
+Settlement = tuple[Gradients, Payload]
+"""What has settled an edge; decoded by the Send, on the thread and stream that use it."""
 
 
 class ActivePass:
@@ -74,18 +72,12 @@ class ActivePass:
     def __str__(self) -> str:
         return str(self.id) if self.context is None else f"{self.id} of {self.context}"
 
-    def settle(self, message: Gradients, payload: memoryview | None, limits: Limits) -> None:
-        """Settle an edge. If its gradients do not decode or came before, the pass fails."""
-        try:
-            came = iter(decode_tensors(message.tensors, payload, limits))
-            gradients = [next(came) if there else None for there in message.present]
-        except (GradwireError, StopIteration) as error:
-            self.fail(BadMessage(f"the gradients of {message.edge} do not decode: {error}"))
-            return
+    def settle(self, message: Gradients, payload: Payload) -> None:
+        """Settle an edge. If its gradients came before, the pass fails."""
         try:
             with self._lock:
                 self._state.edge_settled(message.edge)
-                self.inbox[message.edge] = gradients, message.crossings
+                self.inbox[message.edge] = message, payload
                 if self._changed is not None:
                     self._changed.notify_all()
         except BadMessage as error:
@@ -177,14 +169,17 @@ class ActivePass:
         )
         self.fail(error.about(workers, phase="backward"))
 
-    def drop_inbox(self) -> bool:
+    def drop_inbox(self, devices: DeviceLinks) -> bool:
         """The pass is over: drop gradients that no Send has taken. Whether edges end with them."""
         inbox, self.inbox = self.inbox, {}
         has_edges = False
-        for settled, (_, crossed) in inbox.items():
+        for settled, (message, _) in inbox.items():
             sent = self._table.sent.get(settled.n)
-            if crossed and sent is not None:  # else its sender was lost, with the edges from it
-                self._table.unseen([crossing.edge for crossing in crossed], sent.peer)
+            if sent is None:  # its sender was lost, with the edges and the blocks from it
+                continue
+            devices.drop(message.tensors, sent.peer)
+            if message.crossings:
+                self._table.unseen([crossing.edge for crossing in message.crossings], sent.peer)
                 has_edges = True
         return has_edges
 

@@ -120,7 +120,7 @@ class Participant:
         self._ending.wait_while_in_doubt(active, deadline - self._agent.clock.now())
         first = start.first
         if first is not None and check_gradients(self._edges, first.edge, coordinator):
-            active.settle(first, payload, self._agent.limits)
+            active.settle(first, payload)
         sends = self._sends_of(active, start)
         run = partial(self._take_part_and_tell, active, start, sends)
         direct = [sent.lineage for sent in sends if sent.peer == coordinator]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import final
 
 from gradwire.agent.agent import Agent
+from gradwire.agent.devices.links import DeviceLinks
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, ParticipantPass
 from gradwire.autograd.backward.engine_run import enter_if_begun
 from gradwire.autograd.graph.context import Context
@@ -31,8 +32,14 @@ class PassTable:
     """The active passes of one worker, by id and by engine run."""
 
     def __init__(
-        self, agent: Agent, edges: Edges, due: Callable[[Timeout], float], seconds: float
+        self,
+        agent: Agent,
+        devices: DeviceLinks,
+        edges: Edges,
+        due: Callable[[Timeout], float],
+        seconds: float,
     ) -> None:
+        self._devices = devices
         self._directory, self._edges, self.due, self._seconds = agent.directory, edges, due, seconds
         self._clock, self._timer, self._most = agent.clock, agent.timer, agent.limits.passes
         self._lock = agent.directory.lock
@@ -146,7 +153,7 @@ class PassTable:
             elif not self._is_over(id):
                 self._ended.setdefault(id.worker, set()).add(id.n)
         self._edges.latest_depth = 0  # what is sent from now on is for the next pass
-        if active.inbox and active.drop_inbox():
+        if active.inbox and active.drop_inbox(self._devices):
             self._timer.need(self._clock.now())  # their senders are told
 
     def coordinated_by(self, worker: WorkerId) -> list[ParticipantPass]:

@@ -14,6 +14,12 @@ lineage. So each worker's local graph is the projection of the global one, and t
 the right thing by itself: it runs what the loss reaches, a Send after every Recv that depends on
 it, and nothing else.
 
+Note [The stream of a Send]: torch runs a backward on the stream on which the forward ran, and lets
+it wait for the streams of the gradients that it uses. It takes the stream of a node from the node's
+outputs, and that of a Send is a token on the CPU. So a Send remembers on which stream each tensor
+left, and brings its gradient there. The tensor leaves through a view, whose node has that stream:
+from there on torch does the rest, if the tensor was made on another stream.
+
 Note [Nodes hold no table]: a node holds ids and a weak reference to the engine. A node that held
 the table of edges would close a cycle through C++ (table, token, node) that Python's collector
 cannot see.
@@ -30,6 +36,7 @@ import msgspec
 import torch
 from torch.autograd import Function
 
+from gradwire.agent.devices.links import Home
 from gradwire.autograd.graph.edges import Edges, Join, Made, Sent
 from gradwire.autograd.graph.lineage import (
     Lineage,
@@ -83,6 +90,8 @@ class EdgeEnd(msgspec.Struct, frozen=True):
     origin: Origin = FROM_HERE
     count: int = 0
     """of a Recv: how many tensors it has received"""
+    homes: tuple[Home, ...] | None = None
+    """of a Send: where its tensors were, unless all were on the CPU"""
 
     def engine(self) -> Engine:
         """The engine; ContextClosed if its worker has shut down."""
@@ -164,6 +173,7 @@ class Joined(Function):
 # -- edges
 
 
+HomesOf = Callable[[Sequence[torch.Tensor]], tuple[Home, ...]]
 _send, _recv, _join = applying(Send), applying(Recv), applying(Joined)
 
 
@@ -175,18 +185,23 @@ def leave(
     places: list[int],
     tensors: Sequence[torch.Tensor],
     made: Made,
+    homes_of: HomesOf | None = None,
 ) -> Crossing:
     """Record that the tensors at these places of a message leave together by one new edge."""
     if not is_recording():
         with recording():
-            return leave(edges, engine, context, peer, places, tensors, made)
-    leaving, held, size = [tensors[place] for place in places], [], 0
-    for tensor in leaving:
+            return leave(edges, engine, context, peer, places, tensors, made, homes_of)
+    leaving, held, size, homes = [tensors[place] for place in places], [], 0, None
+    for n, tensor in enumerate(leaving):
         size += tensor.numel() * tensor.itemsize
         if tensor.is_leaf:
             held.append(with_accumulator(tensor))
+        if not tensor.is_cpu:  # See Note [The stream of a Send]
+            assert homes_of is not None
+            homes = homes or homes_of(leaving)
+            leaving[n] = tensor.view_as(tensor)
     edge = edges.next_edge()
-    token = _send(EdgeEnd(engine, context, edge, peer), *leaving)
+    token = _send(EdgeEnd(engine, context, edge, peer, homes=homes), *leaving)
     del held
     node = token.grad_fn
     origin = origin_behind(node)

@@ -12,6 +12,7 @@ TORCH = Behavior(
     edge_per_message=True,
     leaves_outside_contexts=True,
     carries_modes=False,
+    needs_device_map=True,
     counts_before_use=True,
     answers_when_made=True,
     runs_what_is_late=True,

@@ -92,6 +92,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             timeouts=Timeouts(call=seconds),
             insecure=is_insecure_by_environment(),
             threads=max(1, self.num_worker_threads),
+            device_maps=self.device_maps,
         )
 
 

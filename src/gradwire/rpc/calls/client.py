@@ -6,7 +6,7 @@ docs/concepts/calls.md lists the functions that a call goes through on both work
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast, final
@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent, Answer, Outcome
+from gradwire.agent.devices.maps import checked_map
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import OUTERMOST, Clock, ShortenedDeadline, extent_of, nested
@@ -53,6 +54,8 @@ class Target(msgspec.Struct, frozen=True):
     kwargs: dict[str, object]
     description: str = ""
     """replaces the name in errors and warnings, if set"""
+    device_map: dict[str, str] | None = None
+    """on which devices of the callee tensors arrive, for this call"""
 
 
 @lru_cache(1 << 10)
@@ -104,8 +107,15 @@ class Calls:
     """Makes the calls, fetches and remote backwards of one worker."""
 
     def __init__(
-        self, agent: Agent, engine: Engine, refs: Refs, bodies: BodyCodec, behavior: Behavior
+        self,
+        agent: Agent,
+        engine: Engine,
+        refs: Refs,
+        bodies: BodyCodec,
+        behavior: Behavior,
+        device_maps: Mapping[str, Mapping[Any, Any]],
     ) -> None:
+        self._device_maps = {to: checked_map(given, to) for to, given in device_maps.items()}
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._behavior = bodies, behavior
         self._carries_modes = behavior.carries_modes
@@ -203,7 +213,8 @@ class Calls:
             with waiting():  # in a checkpoint, remote() is answered after the function has returned
                 self._refs.wait_until_counted(handle, deadline)
                 context = self._engine.calling(current_context(), owner)
-                message = Fetch(handle.ref, context, deadline - self._agent.clock.now())
+                seconds, maps = deadline - self._agent.clock.now(), self._device_map_to(owner)
+                message = Fetch(handle.ref, context, seconds, maps)
                 what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
                 promise = self._request(owner, message, deadline, what, phase)
                 self._engine.called(context, owner)
@@ -256,7 +267,10 @@ class Calls:
         _, _, inbound, run, _ = get_current()
         checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
         value = (target.args, target.kwargs)
-        packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline)
+        maps = target.device_map
+        if maps is None and self._device_maps:
+            maps = self._device_map_to(to)
+        packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline, maps)
         body, counted = packed.body, False
         size = EACH + len(body.data) + sum(map(len, packed.payload))
         what = target.description or display_name(target.name)
@@ -269,7 +283,7 @@ class Calls:
             modes = current_modes(autocast=carries) if has_modes() else None
             extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
             draws = checkpointed and checkpointed.draws  # see messages.Draws
-            rest = (deadline - self._agent.clock.now(), keep, draws, modes, *extent)
+            rest = (deadline - self._agent.clock.now(), keep, draws, modes, *extent, maps)
             id, promise = self._agent.request(
                 to,
                 Call(target.name, body, context, grad or not carries, inference, *rest),
@@ -287,6 +301,10 @@ class Calls:
             self._engine.releases.rode(to, body.released)
         return SentCall(id, promise, size, checkpointed and checkpointed.sent(promise, self._agent))
 
+    def _device_map_to(self, to: WorkerId) -> dict[str, str] | None:
+        """On which devices of a peer tensors arrive, as the options say."""
+        return self._device_maps.get(self._agent.directory.name(to))
+
     def _warn_if_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.body.tensors, packed.body.crossings)
         if cut or packed.copies:
@@ -298,7 +316,7 @@ class Calls:
     ) -> None:
         if size:  # it was taken from the window
             self._window.give_back(to, size)
-        self._bodies.undo(packed)
+        self._bodies.undo(packed, to)
         if checkpointed is not None:
             checkpointed.recorded.failed()
 
@@ -334,7 +352,7 @@ class Calls:
         def unpack(outcome: Outcome) -> ResultOrError:
             if isinstance(outcome, Exception):
                 return translated(outcome, self._agent.directory)
-            unpacked = self._unpack_result(outcome, source, context, recorded)
+            unpacked = self._unpack_result(outcome, source, context, recorded, is_handed_over=True)
             if (unpacked.cut or unpacked.copies) and not differentiable:
                 return replace(unpacked, cut=0, copies=0)
             return unpacked
@@ -342,7 +360,13 @@ class Calls:
         return PendingResult(promise, unpack, what)
 
     def _unpack_result(
-        self, answer: Answer, peer: WorkerId, context: InContext, recorded: bool
+        self,
+        answer: Answer,
+        peer: WorkerId,
+        context: InContext,
+        recorded: bool,
+        *,
+        is_handed_over: bool = False,
     ) -> DecodedBody:
         result = answer.message
         if not isinstance(result, Result):
@@ -350,7 +374,12 @@ class Calls:
         if result.accepted:
             self._refs.piggybacked.answer_arrived(result.accepted, peer)
         unpacked = self._bodies.decode(
-            result.body, answer.payload, source=peer, context=context, is_recorded=recorded
+            result.body,
+            answer.payload,
+            source=peer,
+            context=context,
+            is_recorded=recorded,
+            is_handed_over=is_handed_over,
         )
         return replace(unpacked, copies=result.copies) if result.copies > 0 else unpacked
 
@@ -364,6 +393,7 @@ class Calls:
         self._refs.piggybacked.answer_arrived(message.accepted, peer)
         self._refs.release(message.body.references)
         self._engine.drop_crossings(message.body.crossings, peer)
+        self._engine.devices.drop(message.body.tensors, peer)
 
 
 Deadline = Callable[[Timeout], float]

@@ -121,6 +121,8 @@ class PendingResult(Generic[T]):
             raise fresh(result)  # type: ignore[arg-type]
         if result.depth:
             lift_this_thread(result.depth)
+        if result.handoff is not None:
+            result.handoff()
         if result.cut or result.copies:
             self._result = replace(result, cut=0, copies=0)
             warn_of_cut(result.cut, f"the result of {self.what()}", result.copies)

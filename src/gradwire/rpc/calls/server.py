@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from gradwire.agent.devices.maps import inverted
 from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
 from gradwire.agent.requests.timer import ShortenedDeadline
@@ -119,6 +120,7 @@ class CallServer:
         deadline = self._agent.clock.now() + call.seconds
         if call.body.released:
             self._engine.releases.heard(call.body.released, source.worker)
+        source.device_map = call.device_map
         if call.depth > 0:
             deadline = ShortenedDeadline(deadline, call.depth, call.room, call.seconds)
         if call.keep is not None:
@@ -146,6 +148,7 @@ class CallServer:
         self._refs.release(call.body.references)
         self._engine.releases.heard(call.body.released, source.worker)
         self._engine.drop_crossings(call.body.crossings, source.worker)
+        self._engine.devices.drop(call.body.tensors, source.worker)
 
     def _keep(
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
@@ -324,7 +327,8 @@ class CallServer:
         deadline: float,
         accepted: Sequence[ForkId],
     ) -> bool:
-        packed = self._bodies.encode(value, source.worker, context, "result", deadline)
+        to, device_map = source.worker, source.device_map and inverted(source.device_map)
+        packed = self._bodies.encode(value, to, context, "result", deadline, device_map)
         if self._agent.events.listeners:
             call = CallId(source.worker, source.request)
             self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
@@ -336,11 +340,12 @@ class CallServer:
                 self._engine.releases.rode(source.worker, packed.body.released)
         finally:
             if not left:
-                self._bodies.undo(packed)
+                self._bodies.undo(packed, to)
         return left
 
     def _serve_fetch(self, fetch: Fetch, _: Payload, source: Source) -> None:
         deadline = self._agent.clock.now() + fetch.seconds
+        source.device_map = fetch.device_map
         answer = partial(self._answer_content, source, fetch.context, deadline, ())
         content = self._refs.content(fetch.ref, source.worker)
         if fetch.context is not None:

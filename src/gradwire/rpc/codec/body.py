@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final, final
 
 import msgspec
@@ -21,6 +22,8 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradwire.agent.devices.links import Handoff
+from gradwire.agent.devices.maps import DeviceMap
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import origin_of
 from gradwire.autograd.messages import Crossing
@@ -37,6 +40,8 @@ from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
     REQUIRES_GRAD,
     TensorHeader,
+    are_on_cpu,
+    arrive_on_cpu,
     decode_tensors,
     encode_tensors,
     without_inference,
@@ -47,6 +52,7 @@ _FAST_DEPTH: Final = 2
 """how deep a value of the fast path is nested at most: a call is a tuple of arguments in a tuple"""
 WALK: Final = object()
 """returned by the fast path in place of a value that needs a walk"""
+_depth_of = attrgetter("depth")
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
 _NO_ARGUMENTS: Final = to_msgpack([TUPLE, [TUPLE], [DICT]])
 _NONE: Final = to_msgpack(None)
@@ -71,6 +77,8 @@ class DecodedBody(msgspec.Struct, frozen=True):
     depth: int = 0
     cut: int = 0
     copies: int = 0
+    handoff: Handoff | None = None
+    """makes the stream of a thread that did not decode it wait for the device, if it uses one"""
 
 
 @final
@@ -82,9 +90,11 @@ class BodyCodec:
     ) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
         self._riding_to = engine.releases.riding_to
+        self._devices = engine.devices
         self._leaves = behavior.leaves_outside_contexts
         self._carries_modes = behavior.carries_modes
         limits, self._decode_node = engine.limits, None
+        self._limits = limits
         self._fast_bytes = -1
         """how long the data of the fast path may be; the codec judges what is longer"""
         if isinstance(codec, Codec) and limits.depth >= _FAST_DEPTH:
@@ -92,18 +102,25 @@ class BodyCodec:
             self._fast_bytes = min(limits.elements, limits.head)
 
     def encode(
-        self, value: object, to: WorkerId, context: ContextId | None, place: Place, deadline: float
+        self,
+        value: object,
+        to: WorkerId,
+        context: ContextId | None,
+        place: Place,
+        deadline: float,
+        device_map: DeviceMap | None = None,
     ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
+        about = (to, context, place, deadline, device_map)
         try:
             if self._decode_node is not None:
                 tensors: list[Tensor] = []
                 node = maybe_node(value, tensors)
                 if node is not WALK and len(data := to_msgpack(node)) <= self._fast_bytes:
-                    return self._with_tensors(data, tensors, [], to, context, place)
+                    return self._with_tensors(data, tensors, [], *about)
             with self._refs.packing(to, deadline) as references:
                 data, tensors, copies = self._codec.encode(value, place)
-                encoded = self._with_tensors(data, tensors, references, to, context, place)
+                encoded = self._with_tensors(data, tensors, references, *about)
         except NotSerializable as refusal:
             raise self._placed(refusal, value, place) from refusal.__cause__
         if copies and (context is not None or not self._leaves):
@@ -118,6 +135,8 @@ class BodyCodec:
         to: WorkerId,
         context: ContextId | None,
         place: Place,
+        deadline: float,
+        device_map: DeviceMap | None,
     ) -> EncodedBody:
         if not tensors:
             return EncodedBody(Body(data, [], [], references, self._riding_to(to)), ())
@@ -133,10 +152,14 @@ class BodyCodec:
                 "a tensor with a forward-mode tangent, which does not cross workers",
                 hint="differentiate in reverse, or leave dual_level() before the call",
             )
-        headers, payload = encode_tensors(tensors, self._engine.limits)
+        is_call = place != "result"  # else no line of the user's runs now
+        if device_map is None and are_on_cpu(tensors):
+            headers, payload = encode_tensors(tensors, self._limits)
+        else:
+            about = (to, deadline, device_map, is_call)
+            headers, payload = self._devices.encode(tensors, *about)
         if not self._carries_modes:  # autograd refuses what was made in inference mode
             headers = [without_inference(header) for header in headers]
-        is_call = place != "result"  # else no line of the user's runs now
         crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
         body = Body(data, headers, crossings, references, self._riding_to(to))
         return EncodedBody(body, payload)
@@ -149,8 +172,10 @@ class BodyCodec:
         at = codec.place_of_tensor(value, place, int(number[1])) or refusal.place
         return NotSerializable(refusal.message, place=at, hint=refusal.hint)
 
-    def undo(self, encoded: EncodedBody) -> None:
+    def undo(self, encoded: EncodedBody, to: WorkerId) -> None:
         """Release what a body holds that was not sent."""
+        if not arrive_on_cpu(encoded.body.tensors):
+            self._devices.withdraw(encoded.body.tensors, to)
         self._refs.pack_undone(encoded.body.references)
         if encoded.body.crossings:
             self._engine.withdraw(encoded.body.crossings)
@@ -164,8 +189,11 @@ class BodyCodec:
         context: ContextId | None,
         is_answered: bool = False,
         is_recorded: bool = True,
+        is_handed_over: bool = False,
     ) -> DecodedBody:
         """The value, with its references held and, if `is_recorded`, its graph attached.
+
+        With `is_handed_over`, another thread may use it.
 
         For `is_answered` see Note [An answer accepts], refs/exchange.py.
         """
@@ -175,8 +203,12 @@ class BodyCodec:
         if not body.tensors:
             return DecodedBody(self._decode_value(body.data, (), came))
         crossings: Sequence[Crossing] = body.crossings
+        on_cpu = arrive_on_cpu(body.tensors)
         try:
-            tensors = decode_tensors(body.tensors, payload, self._engine.limits)
+            if on_cpu:
+                tensors = decode_tensors(body.tensors, payload, self._limits)
+            else:
+                tensors = self._devices.decode(body.tensors, payload, source)
             if crossings and not is_recorded:
                 self._engine.drop_crossings(crossings, source)
                 crossings = ()
@@ -185,15 +217,14 @@ class BodyCodec:
         except BaseException:
             self._engine.drop_crossings(crossings, source)
             raise
-        depth = 0
-        for crossing in crossings:
-            if crossing.depth > depth:
-                depth = crossing.depth
+        depth = max(map(_depth_of, crossings), default=0)
         cut = cut_tensors(body.tensors, crossings)
         if cut and self._leaves:
             for n in cut:
                 tensors[n].requires_grad_()
-        return DecodedBody(self._decode_value(body.data, tensors, came), depth, len(cut))
+        handoff = None if on_cpu or not is_handed_over else self._devices.handoff(tensors)
+        value = self._decode_value(body.data, tensors, came)
+        return DecodedBody(value, depth, len(cut), 0, handoff)
 
     def _decode_value(
         self, data: bytes, tensors: Sequence[Tensor], came: MessageRefs | None

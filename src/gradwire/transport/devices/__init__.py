@@ -1,4 +1,4 @@
 """Tensors on accelerators between workers of one machine: memory that both can reach.
 
-Read base.py first: the contract. cuda.py implements it; words.py says which blocks are in use.
+Read contract.py first: the contract. cuda.py implements it; words.py says which blocks are in use.
 """

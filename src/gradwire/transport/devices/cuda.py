@@ -9,14 +9,17 @@ tensors of torch's allocator, which knows on which streams they are used.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from gradwire.errors import BadMessage
-from gradwire.transport.devices.base import BlockHandles, DeviceError
+from gradwire.errors import BadMessage, UsageError
+from gradwire.transport.devices.contract import BlockHandles, DeviceError
 
 _HANDLE_BYTES = 64
 _SHARE_OF_MEMORY = 16
@@ -46,7 +49,7 @@ class CudaBlock:
     def handles(self) -> BlockHandles:
         """For the peer to open it."""
         memory = _checked(self._runtime.cudaIpcGetMemHandle(self._pointer)).reserved
-        return BlockHandles(memory, self._ready.ipc_handle(), self._free.ipc_handle())
+        return BlockHandles(memory, _handle_of(self._ready), _handle_of(self._free))
 
     def begin(self) -> None:
         """The owner's current stream waits until the block may be overwritten."""
@@ -122,17 +125,47 @@ class CudaDriver:
     """The CUDA devices of this process."""
 
     kind = "cuda"
+    types: tuple[type[Tensor], ...] = (Tensor, Parameter)
 
     def __init__(self, runtime: Any) -> None:  # noqa: ANN401
         self._runtime = runtime
 
     def uuid_of(self, device: torch.device) -> str:
         """The name of a device that is the same in all processes."""
-        return str(torch.cuda.get_device_properties(device).uuid)
+        return _uuid(device)
 
     def device_with(self, uuid: str) -> torch.device | None:
         """The device of this process with that name."""
         return _by_uuid().get(uuid)
+
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream on which this thread queues work of a device."""
+        return torch.cuda.current_stream(device)
+
+    def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """Make a stream current for its device."""
+        return torch.cuda.stream(stream)
+
+    def handoff(self, tensor: Tensor) -> Callable[[], None]:
+        """See the contract."""
+        made_on = torch.cuda.current_stream(tensor.device)
+        event = made_on.record_event()
+
+        def join() -> None:
+            stream = torch.cuda.current_stream(tensor.device)
+            if stream != made_on:
+                stream.wait_event(event)
+                tensor.record_stream(stream)
+
+        return join
+
+    def check_not_capturing(self) -> None:
+        """UsageError if a CUDA graph is being captured."""
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "a CUDA graph is being captured, and a call cannot be a part of it",
+                hint="make the call before or after torch.cuda.graph(…)",
+            )
 
     def budget_of(self, device: torch.device) -> int:
         """How many bytes of the device blocks for one peer may take."""
@@ -144,7 +177,7 @@ class CudaDriver:
             torch.cuda.current_stream()  # creates the context of the device, if there is none
             pointer = _checked(self._runtime.cudaMalloc(room))
             try:
-                ready, free = (torch.cuda.Event(interprocess=True) for _ in range(2))
+                ready, free = _new_event(), _new_event()
                 block = CudaBlock(
                     self._runtime, device, room, int(pointer), (ready, free), is_own=True
                 )
@@ -157,7 +190,9 @@ class CudaDriver:
 
     def open(self, device: torch.device, room: int, handles: BlockHandles) -> CudaBlock:
         """Map a peer's block. The handles come from a peer, and their lengths are checked here."""
-        if any(len(handle) != _HANDLE_BYTES for handle in msgspec_values(handles)):
+        if any(
+            len(handle) != _HANDLE_BYTES for handle in (handles.memory, handles.ready, handles.free)
+        ):
             raise BadMessage("a handle of device memory has a wrong length")
         with torch.cuda.device(device):
             torch.cuda.current_stream()
@@ -166,17 +201,12 @@ class CudaDriver:
             lazily = self._runtime.cudaIpcMemLazyEnablePeerAccess
             pointer = _checked(self._runtime.cudaIpcOpenMemHandle(handle, lazily))
             try:
-                made = torch.cuda.Event.from_ipc_handle
+                made: Any = torch.cuda.Event.from_ipc_handle
                 events = made(device, handles.ready), made(device, handles.free)
             except BaseException:
                 self._runtime.cudaIpcCloseMemHandle(pointer)
                 raise
             return CudaBlock(self._runtime, device, room, int(pointer), events, is_own=False)
-
-
-def msgspec_values(handles: BlockHandles) -> tuple[bytes, bytes, bytes]:
-    """All handles of a block."""
-    return handles.memory, handles.ready, handles.free
 
 
 @cache
@@ -196,7 +226,22 @@ def cuda_driver() -> CudaDriver | str:
 def _by_uuid() -> dict[str, torch.device]:
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", index) for index in range(count)]
-    return {str(torch.cuda.get_device_properties(device).uuid): device for device in devices}
+    return {_uuid(device): device for device in devices}
+
+
+@cache
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _new_event() -> torch.cuda.Event:
+    make: Any = torch.cuda.Event
+    return make(interprocess=True)  # type: ignore[no-any-return]
+
+
+def _handle_of(event: Any) -> bytes:  # noqa: ANN401
+    handle: bytes = event.ipc_handle()
+    return handle
 
 
 def _checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401

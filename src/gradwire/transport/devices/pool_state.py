@@ -23,7 +23,7 @@ def room_for(length: int) -> int:
 
 
 @final
-class BlockPool:
+class DevicePool:
     """The blocks by their numbers. Whether one is free is known outside, as the peer decides it.
 
     Blocks are kept while the link lasts: to free one would take a message and its answer, and the

@@ -21,7 +21,7 @@ from typing import Self, final
 import msgspec
 
 from gradwire.errors import BadMessage
-from gradwire.transport.devices.base import MOST_BLOCKS
+from gradwire.transport.devices.contract import MOST_BLOCKS
 
 _NAME = "gradwire-words"
 _KEY_BYTES = 32
@@ -103,7 +103,6 @@ class Words:
             with suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
-
 
 
 assert _KEY_BYTES + MOST_BLOCKS <= _SIZE, "a page has a byte for each block"

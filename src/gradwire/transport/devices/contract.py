@@ -20,7 +20,9 @@ took, and `free` of one that was taken.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -93,6 +95,24 @@ class DeviceDriver(Protocol):
 
     def device_with(self, uuid: str) -> torch.device | None:
         """The device of this process with that name."""
+
+    types: tuple[type[Tensor], ...]
+    """the classes of tensors that it can copy"""
+
+    def current_stream(self, device: torch.device) -> object:
+        """The stream on which this thread queues work of a device."""
+
+    def using(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401
+        """Make a stream current for its device."""
+
+    def handoff(self, tensor: Tensor) -> Callable[[], None]:
+        """To be called before another thread or stream uses the tensor.
+
+        The stream that is current then waits for what is queued on the present one.
+        """
+
+    def check_not_capturing(self) -> None:
+        """UsageError if the work of this thread is being captured, not queued."""
 
     def budget_of(self, device: torch.device) -> int:
         """How many bytes of the device blocks for one peer may take."""

@@ -1,0 +1,140 @@
+"""The device lane of pretended devices, by the contract of transport/devices/contract.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gradwire.testing.pretend.streams import KIND, Event, Stream, current_stream, use_stream
+from gradwire.testing.pretend.tensors import DEVICES, GARBAGE, PretendTensor, empty
+from gradwire.transport.devices.contract import BlockHandles
+
+_HANDLES = BlockHandles(b"", b"", b"")
+
+
+@final
+class PretendBlock:
+    """A block of pretended device memory, shared by the workers of this process."""
+
+    handles = _HANDLES
+
+    def __init__(self, device: torch.device, room: int) -> None:
+        self.device, self.room = device, room
+        self._memory = torch.full((room,), GARBAGE, dtype=torch.uint8, device="cpu")
+        self._ready, self._free = Event(), Event()
+
+    def begin(self) -> None:
+        """The owner's current stream waits until the block may be overwritten."""
+        stream = current_stream(self.device)
+        stream.wait_event(self._ready)
+        stream.wait_event(self._free)
+
+    def fill(self, offset: int, tensor: Tensor) -> None:
+        """Copy a contiguous tensor of this device into the block."""
+        assert isinstance(tensor, PretendTensor)
+        stream, source = current_stream(self.device), tensor.memory
+        into = self._memory[offset : offset + tensor.nbytes]
+        stream.queue(lambda: into.copy_(source.reshape(-1).view(torch.uint8)))
+        tensor.record_stream(stream)
+
+    def filled(self) -> None:
+        """Record `ready`."""
+        self._ready.record(current_stream(self.device))
+
+    def begin_taking(self) -> None:
+        """The peer's current stream waits until the block is filled."""
+        current_stream(self.device).wait_event(self._ready)
+
+    def take(self, offset: int, numel: int, dtype: torch.dtype, to: torch.device) -> Tensor:
+        """A new flat tensor with what lies at the offset."""
+        source = self._memory[offset : offset + numel * dtype.itemsize].view(dtype)
+        stream = current_stream(self.device)
+        if to.type == "cpu":
+            stream.synchronize()
+            return source.clone()
+        tensor, theirs = empty((numel,), dtype, to), current_stream(to)
+        if theirs is not stream:
+            stream.wait_stream(theirs)
+        inner = tensor.memory
+        stream.queue(lambda: inner.copy_(source))
+        if theirs is not stream:
+            theirs.wait_stream(stream)
+            tensor.record_stream(stream)
+        return tensor
+
+    def taken(self) -> None:
+        """Record `free`."""
+        self._free.record(current_stream(self.device))
+
+    def read(self, nbytes: int) -> bytes:
+        """The first bytes, now."""
+        return self._memory[:nbytes].numpy().tobytes()
+
+    def write(self, data: bytes) -> None:
+        """Set the first bytes, now."""
+        self._memory[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Garbage from now on."""
+        self._memory.fill_(GARBAGE)
+
+
+@final
+class PretendDriver:
+    """The pretended devices, which every worker of this process sees."""
+
+    kind = KIND
+    types: tuple[type[Tensor], ...] = (PretendTensor,)
+
+    def __init__(self, budget: int = 1 << 24) -> None:
+        self._budget = budget
+
+    def uuid_of(self, device: torch.device) -> str:
+        """The name of a device that is the same for all workers."""
+        return f"pretended-{device.index}"
+
+    def device_with(self, uuid: str) -> torch.device | None:
+        """The device with that name."""
+        names = {f"pretended-{index}": index for index in range(DEVICES)}
+        return torch.device(KIND, names[uuid]) if uuid in names else None
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The stream on which this thread queues work of a device."""
+        return current_stream(device)
+
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """Make a stream current for its device."""
+        return use_stream(stream)
+
+    def handoff(self, tensor: Tensor) -> Callable[[], None]:
+        """See the contract."""
+        assert isinstance(tensor, PretendTensor)
+        made_on, event = current_stream(tensor.device), Event()
+        event.record(made_on)
+
+        def join() -> None:
+            stream = current_stream(tensor.device)
+            if stream is not made_on:
+                stream.wait_event(event)
+                tensor.record_stream(stream)
+
+        return join
+
+    def check_not_capturing(self) -> None:
+        """Pretended work is never captured."""
+
+    def budget_of(self, _: torch.device) -> int:
+        """How many bytes of the device blocks for one peer may take."""
+        return self._budget
+
+    def make(self, device: torch.device, room: int) -> PretendBlock:
+        """Allocate a block."""
+        return PretendBlock(device, room)
+
+    def open(self, device: torch.device, room: int, handles: BlockHandles) -> PretendBlock:
+        """Not possible: pretended memory is not shared between processes."""
+        raise AssertionError("pretended devices are shared inside of one process only")
