@@ -161,6 +161,14 @@ def wrap_runs(
     cast(Any, Variable)._execution_engine = Engine()
 
 
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # in builds with CUDA
+
+
+def is_default_stream(device: int) -> bool:
+    """Whether the default stream of a CUDA device is current for this thread."""
+    return bool(_raw_stream(device) == 0)
+
+
 def root_nodes(roots: object) -> list[Node]:
     """The nodes that an engine run from these tensors, or edges of a graph, begins with."""
     if not isinstance(roots, tuple):

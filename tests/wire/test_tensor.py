@@ -468,12 +468,17 @@ def test_two_tensors_on_the_same_bytes_are_a_bad_message():
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cuda", "nonsense", "cpu", "privateuseone:0", "\0"])
-def test_a_device_this_worker_lacks_is_named(device):
+def test_a_device_is_not_chosen_here(device):
     header = TensorHeader(FLOAT32, (2,), device=device)
 
-    with pytest.raises(
-        BadMessage, match=r"a tensor of device .* no such device\nhint: send tensor.cpu"
-    ):
+    with pytest.raises(BadMessage, match="it arrives on .*, where it cannot"):
+        decode_tensors([header], memoryview(bytearray(64)))
+
+
+def test_a_block_is_not_found_here():
+    header = TensorHeader(FLOAT32, (2,), block=(1, 0))
+
+    with pytest.raises(BadMessage, match="it arrives on a device, where it cannot"):
         decode_tensors([header], memoryview(bytearray(64)))
 
 

@@ -8,17 +8,17 @@ import os
 import pytest
 
 from gradwire.errors import BadMessage
-from gradwire.transport.devices.words import PageAddress, Words
+from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD, PageAddress, Words
 
 
 def test_both_ends_see_the_same_words():
     ours = Words.make()
     theirs = Words.open(ours.address)
-    ours.set(3)
-    assert theirs.is_set(3)
-    assert not theirs.is_set(2)
-    theirs.clear(3)
-    assert not ours.is_set(3)
+    ours[3] = IN_USE
+    assert theirs[3] == IN_USE
+    assert theirs[2] == TAKEN
+    theirs[3] = UNREAD
+    assert ours[3] == UNREAD
     ours.close()
 
 

@@ -37,7 +37,7 @@ from gradwire.transport.devices.contract import (
     DeviceError,
 )
 from gradwire.transport.devices.pool_state import DevicePool, room_for
-from gradwire.transport.devices.words import Words
+from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD, Words
 
 _log = logging.getLogger("gradwire")
 _PROOF_BYTES = 64
@@ -58,20 +58,20 @@ class Shared(NamedTuple):
 class Lease:
     """A block while one message is encoded into it."""
 
-    def __init__(self, number: int, block: DeviceBlock) -> None:
-        self.number, self._block, self._end = number, block, 0
-        block.begin()
+    def __init__(self, number: int, block: DeviceBlock, stream: object, was_taken: bool) -> None:
+        self.number, self._block, self._stream, self._end = number, block, stream, 0
+        block.begin(stream, was_taken=was_taken)
 
     def append(self, tensor: Tensor) -> tuple[int, int]:
         """Copy a contiguous tensor into the block; returns its place for the header."""
         offset = self._end
-        self._block.fill(offset, tensor)
+        self._block.fill(offset, tensor, self._stream)
         self._end = offset + aligned(tensor.nbytes)
         return self.number, offset
 
     def close(self) -> None:
         """All tensors of the message are in the block."""
-        self._block.filled()
+        self._block.filled(self._stream)
 
 
 def aligned(nbytes: int) -> int:
@@ -114,19 +114,23 @@ class OutgoingLane:
             if pool is None:
                 pool = self._pools[device] = DevicePool(driver.budget_of(device))
             n = pool.choose(length, self._is_free)
+            was_taken = True
             if n is not None:
-                block, index = self.blocks[n]
-                self.words.set(index)
+                block, word = self.blocks[n]
+                was_taken = self.words[word] == TAKEN
+                self.words[word] = IN_USE
         if n is None:
             made = self._make(driver, device, pool, room_for(length), deadline)
-            return None if made is None else Lease(*made)
-        return Lease(n, block)
+            if made is None:
+                return None
+            n, block = made
+        return Lease(n, block, driver.current_stream(device), was_taken)
 
     def give_back(self, number: int) -> None:
         """The message that names this block did not leave."""
         shared = self.blocks.get(number)
         if shared is not None:
-            self.words.clear(shared.word)
+            self.words[shared.word] = UNREAD
 
     def close(self) -> None:
         """Make no more blocks, and free these: see Note [Who frees a block]."""
@@ -138,7 +142,7 @@ class OutgoingLane:
 
     def _is_free(self, number: int) -> bool:
         shared = self.blocks.get(number)  # none while it is being made
-        return shared is not None and not self.words.is_set(shared.word)
+        return shared is not None and self.words[shared.word] != IN_USE
 
     def _make(
         self,
@@ -153,7 +157,7 @@ class OutgoingLane:
                 return None
             number, index = next(_numbers), self._indices.pop()
             pool.added(number, room)
-            self.words.set(index)
+            self.words[index] = IN_USE
         free_kept_blocks()
         is_open = False
         try:
@@ -190,7 +194,6 @@ class OutgoingLane:
             pool.removed(number)
             shared = self.blocks.pop(number, None)
             self._indices.add(index)
-            self.words.clear(index)
         if shared is not None:
             # The peer may have mapped it, if only its answer was lost.
             _kept.append(KeptBlocks(self._process, [shared.block]))
@@ -270,10 +273,6 @@ class IncomingLane:
             _release(block)
         raise DeviceError("the connection was lost meanwhile")
 
-    def taking(self) -> Taking:
-        """For the tensors of one message."""
-        return Taking(self)
-
     def find(self, number: int) -> Shared:
         """A block of the peer; BadMessage if it is not mapped."""
         shared = self._blocks.get(number)
@@ -281,12 +280,12 @@ class IncomingLane:
             raise BadMessage(f"a tensor lies in device block {number}, which is not mapped here")
         return shared
 
-    def give_back(self, numbers: Iterable[int]) -> None:
-        """The owner may fill these blocks again."""
+    def give_back(self, numbers: Iterable[int], word: int) -> None:
+        """The owner may fill these blocks again: they are TAKEN, or UNREAD."""
         for number in numbers:
             shared = self._blocks.get(number)
             if shared is not None and self._words is not None:
-                self._words.clear(shared.word)
+                self._words[shared.word] = word
 
     def close(self) -> None:
         """Unmap all blocks. This waits for copies out of them that the device has not made yet."""
@@ -301,25 +300,27 @@ class IncomingLane:
 class Taking:
     """The blocks that one message names, while it is decoded."""
 
-    def __init__(self, lane: IncomingLane) -> None:
-        self._lane = lane
-        self._begun: dict[int, Shared] = {}
+    def __init__(self, lane: IncomingLane, stream_of: Callable[[torch.device], object]) -> None:
+        self._lane, self._stream_of = lane, stream_of
+        self._begun: dict[int, tuple[DeviceBlock, object]] = {}
+        """with the stream on which the tensors are taken"""
 
     def take(
         self, place: tuple[int, int], numel: int, dtype: torch.dtype, to: torch.device
     ) -> Tensor:
         """A new flat tensor on that device, with the elements at this place."""
         number, offset = place
-        block, _ = shared = self._lane.find(number)
+        block = self._lane.find(number).block
         if offset % BLOCK_ALIGNMENT or not 0 <= offset <= block.room - numel * dtype.itemsize:
             raise BadMessage(f"bytes at {offset} are outside of device block {number}")
         if number not in self._begun:
-            block.begin_taking()
-            self._begun[number] = shared
-        return block.take(offset, numel, dtype, to)
+            stream = self._stream_of(block.device)
+            block.begin_taking(stream)
+            self._begun[number] = block, stream
+        return block.take(offset, numel, dtype, to, self._begun[number][1])
 
     def close(self) -> None:
         """Give the blocks back, once the copies are queued."""
-        for block, _ in self._begun.values():
-            block.taken()
-        self._lane.give_back(self._begun)
+        for block, stream in self._begun.values():
+            block.taken(stream)
+        self._lane.give_back(self._begun, TAKEN)

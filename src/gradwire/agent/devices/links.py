@@ -7,7 +7,10 @@ it is copied to host memory and sent there.
 Note [Streams]: a call may return before the device has computed its arguments. What is sent is
 copied on the current stream of the thread that sends, and what arrives is copied on the current
 stream of the thread that decodes it, so both are in order with the work before and after. Nothing
-here waits for the device, except where a tensor arrives in host memory.
+here waits for the device, except where a tensor arrives in host memory. Functions and engine runs
+that peers ask for run on the default streams: all work of a process that other workers ask for is
+then in one order, as in one local program, and values kept here need no events. Threads of gradwire
+have these streams anyway; a thread of the user may serve while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.current import current_inbound
 from gradwire.errors import BadMessage, GradwireError, PeerLost
 from gradwire.ids import WorkerId
+from gradwire.torch_private import NOTHING
 from gradwire.transport.devices.contract import DeviceDriver, DeviceError
 from gradwire.transport.devices.cuda import cuda_driver
+from gradwire.transport.devices.words import UNREAD
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
     META,
@@ -78,9 +83,17 @@ class DeviceLinks:
         self._lock = agent.directory.lock
         self._outgoing: dict[WorkerId, OutgoingLane] = {}
         self._incoming: dict[WorkerId, IncomingLane] = {}
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            agent.dispatch.run_guests_inside(partial(self._default_streams, accelerator.type))
         agent.kinds.add(BlockOpened)
         agent.handle(OpenBlock, self._serve_open, Lane.SERVICE)
         agent.on_peer_lost(self._peer_lost)
+
+    def _default_streams(self, kind: str) -> AbstractContextManager[object]:
+        """See Note [Streams]: what is served on a user's thread must not use that thread's."""
+        driver = self._drivers(kind)
+        return NOTHING if isinstance(driver, str) else driver.on_default_streams()
 
     # -- encoding
 
@@ -195,13 +208,14 @@ class DeviceLinks:
         self, headers: Sequence[TensorHeader], payload: memoryview | None, source: WorkerId
     ) -> list[Tensor]:
         """Decode the tensors of a message from this peer."""
-        arriving = _Arriving(self._incoming_of(source).taking(), self._drivers)
+        taking = Taking(self._incoming_of(source), self._stream_of)
+        arriving = _Arriving(taking, self._drivers)
         try:
             return decode_tensors(headers, payload, self._limits, arriving)
         except DeviceError as error:
             raise GradwireError(f"a tensor could not be copied on arrival: {error}") from error
         finally:
-            arriving.taking.close()
+            taking.close()
 
     def decode_at(
         self,
@@ -219,7 +233,7 @@ class DeviceLinks:
         elsewhere = [
             home.using
             for home in homes
-            if home.using is not None and self.homes_of_device(home.device).stream != home.stream
+            if home.using is not None and self._stream_of(home.device) != home.stream
         ]
         if not elsewhere:
             return self.decode(at_home, payload, source)
@@ -234,9 +248,13 @@ class DeviceLinks:
 
     def homes_of(self, tensors: Sequence[Tensor]) -> tuple[Home, ...]:
         """Where these tensors are."""
-        return tuple([self.homes_of_device(tensor.device) for tensor in tensors])
+        return tuple([self._home_on(tensor.device) for tensor in tensors])
 
-    def homes_of_device(self, device: torch.device) -> Home:
+    def _stream_of(self, device: torch.device) -> object:
+        driver = self._drivers(device.type)
+        return None if isinstance(driver, str) else driver.current_stream(device)
+
+    def _home_on(self, device: torch.device) -> Home:
         """A device, and the current stream of this thread there."""
         driver = self._drivers(device.type)
         if isinstance(driver, str):
@@ -271,7 +289,7 @@ class DeviceLinks:
         """A message is dropped unread: its blocks may be used again."""
         numbers = {header.block[0] for header in headers if header.block is not None}
         if numbers:
-            self._incoming_of(source).give_back(numbers)
+            self._incoming_of(source).give_back(numbers, UNREAD)
 
     def _serve_open(self, message: OpenBlock, _: Payload, source: Source) -> None:
         lane = self._incoming_of(source.worker)
@@ -310,12 +328,12 @@ class _Arriving:
     """The devices of one message that is decoded."""
 
     def __init__(self, taking: Taking, drivers: Drivers) -> None:
-        self.taking, self._drivers = taking, drivers
+        self._taking, self._drivers = taking, drivers
 
     def take(self, header: TensorHeader, numel: int, dtype: torch.dtype) -> Tensor:
         """The elements of a tensor that lies in a block."""
         assert header.block is not None
-        return self.taking.take(header.block, numel, dtype, self._device(header.device))
+        return self._taking.take(header.block, numel, dtype, self._device(header.device))
 
     def place(self, tensor: Tensor, name: str) -> Tensor:
         """A copy on the device of this name of a tensor that came in host memory."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, final
@@ -127,6 +128,7 @@ class Dispatch:
         self._unserved = PeerLimit("unserved", most_unserved, one_may_exceed=True)
         self._registered: dict[int, Registered] = {}
         self._latency = LatencyEstimate()
+        self._surroundings: Callable[[], AbstractContextManager[object]] | None = None
         self.inbound_requests: set[Source] = set()
         """those in the user lane that are queued or run, so that they can be cancelled"""
         self.user = ElasticPool(f"gradwire {name} user", threads)
@@ -170,7 +172,8 @@ class Dispatch:
         else:
             pool = self.service
         if may_run and self._latency.is_short(key) and pool.has_room():
-            return partial(run, source, registered, message, payload, key, 0, pool)
+            job = partial(run, source, registered, message, payload, key, 0, pool)
+            return job if self._surroundings is None else partial(self._run_inside, job)
         size = EACH + len(frame.head) + sum(map(len, frame.payload))
         if not self._unserved.maybe_take(source.worker, size):
             raise OverLimit(
@@ -180,6 +183,15 @@ class Dispatch:
             )
         pool.submit(partial(run, source, registered, message, payload, key, size))
         return None
+
+    def run_guests_inside(self, surroundings: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter this context around each handler that runs on a thread outside of the pools."""
+        self._surroundings = surroundings
+
+    def _run_inside(self, job: Job) -> None:
+        assert self._surroundings is not None
+        with self._surroundings():
+            job()
 
     def inbound_on(self, channel: Channel) -> list[Source]:
         """The requests in the user lane that came by a channel, and are not over."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import final
 
 import torch
 from torch import Tensor
 
-from gradwire.testing.pretend.streams import KIND, Event, Stream, current_stream, use_stream
+from gradwire.testing.pretend.streams import (
+    KIND,
+    Event,
+    Stream,
+    current_stream,
+    default_stream,
+    use_stream,
+)
 from gradwire.testing.pretend.tensors import DEVICES, GARBAGE, PretendTensor, empty
 from gradwire.transport.devices.contract import BlockHandles
 
@@ -27,32 +34,31 @@ class PretendBlock:
         self._memory = torch.full((room,), GARBAGE, dtype=torch.uint8, device="cpu")
         self._ready, self._free = Event(), Event()
 
-    def begin(self) -> None:
-        """The owner's current stream waits until the block may be overwritten."""
-        stream = current_stream(self.device)
-        stream.wait_event(self._ready)
-        stream.wait_event(self._free)
+    def begin(self, stream: Stream, *, was_taken: bool) -> None:
+        """The owner's stream waits until the block may be overwritten."""
+        stream.wait_event(self._free if was_taken else self._ready)
 
-    def fill(self, offset: int, tensor: Tensor) -> None:
+    def fill(self, offset: int, tensor: Tensor, stream: Stream) -> None:
         """Copy a contiguous tensor of this device into the block."""
         assert isinstance(tensor, PretendTensor)
-        stream, source = current_stream(self.device), tensor.memory
+        source = tensor.memory
         into = self._memory[offset : offset + tensor.nbytes]
         stream.queue(lambda: into.copy_(source.reshape(-1).view(torch.uint8)))
         tensor.record_stream(stream)
 
-    def filled(self) -> None:
+    def filled(self, stream: Stream) -> None:
         """Record `ready`."""
-        self._ready.record(current_stream(self.device))
+        self._ready.record(stream)
 
-    def begin_taking(self) -> None:
-        """The peer's current stream waits until the block is filled."""
-        current_stream(self.device).wait_event(self._ready)
+    def begin_taking(self, stream: Stream) -> None:
+        """The peer's stream waits until the block is filled."""
+        stream.wait_event(self._ready)
 
-    def take(self, offset: int, numel: int, dtype: torch.dtype, to: torch.device) -> Tensor:
-        """A new flat tensor with what lies at the offset."""
+    def take(
+        self, offset: int, numel: int, dtype: torch.dtype, to: torch.device, stream: Stream
+    ) -> Tensor:
+        """A new flat tensor with what lies at the offset, on the current stream of its device."""
         source = self._memory[offset : offset + numel * dtype.itemsize].view(dtype)
-        stream = current_stream(self.device)
         if to.type == "cpu":
             stream.synchronize()
             return source.clone()
@@ -66,9 +72,9 @@ class PretendBlock:
             tensor.record_stream(stream)
         return tensor
 
-    def taken(self) -> None:
+    def taken(self, stream: Stream) -> None:
         """Record `free`."""
-        self._free.record(current_stream(self.device))
+        self._free.record(stream)
 
     def read(self, nbytes: int) -> bytes:
         """The first bytes, now."""
@@ -109,6 +115,13 @@ class PretendDriver:
     def using(self, stream: Stream) -> AbstractContextManager[object]:
         """Make a stream current for its device."""
         return use_stream(stream)
+
+    def on_default_streams(self) -> AbstractContextManager[object]:
+        """Make the default stream of each device current, for the calling thread."""
+        stack = ExitStack()
+        for index in range(DEVICES):
+            stack.enter_context(use_stream(default_stream(torch.device(KIND, index))))
+        return stack
 
     def handoff(self, tensor: Tensor) -> Callable[[], None]:
         """See the contract."""

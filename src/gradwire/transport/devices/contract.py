@@ -14,8 +14,8 @@ it was recorded.
 
 Note [The order of a block]: per use, `begin`, `fill`…, `filled` by the owner, then the message,
 then `begin_taking`, `take`…, `taken` by the peer, then the word. A message that never leaves, or is
-dropped unread, skips the middle. So `begin` waits for both events: `ready` of a use that nobody
-took, and `free` of one that was taken.
+dropped unread, skips the middle, and the word says so: then `begin` waits for `ready` instead of
+`free`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class BlockHandles(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceBlock(Protocol):
-    """Memory of one device that an owner and a peer share. See Note [The order of a block]."""
+    """Memory of one device that an owner and a peer share. See Note [The order of a block].
+
+    `stream` is always the one that is current for the block's device, which takes long to find.
+    """
 
     room: int
     device: torch.device
@@ -56,22 +59,29 @@ class DeviceBlock(Protocol):
     def handles(self) -> BlockHandles:
         """For the peer to open it."""
 
-    def begin(self) -> None:
-        """The owner's current stream waits until the block may be overwritten."""
+    def begin(self, stream: Any, *, was_taken: bool) -> None:  # noqa: ANN401
+        """The owner's stream waits until the block may be overwritten."""
 
-    def fill(self, offset: int, tensor: Tensor) -> None:
+    def fill(self, offset: int, tensor: Tensor, stream: Any) -> None:  # noqa: ANN401
         """Copy a contiguous tensor of this device into the block."""
 
-    def filled(self) -> None:
+    def filled(self, stream: Any) -> None:  # noqa: ANN401
         """Record `ready`."""
 
-    def begin_taking(self) -> None:
-        """The peer's current stream waits until the block is filled."""
+    def begin_taking(self, stream: Any) -> None:  # noqa: ANN401
+        """The peer's stream waits until the block is filled."""
 
-    def take(self, offset: int, numel: int, dtype: torch.dtype, to: torch.device) -> Tensor:
-        """A new flat tensor with what lies at the offset."""
+    def take(
+        self,
+        offset: int,
+        numel: int,
+        dtype: torch.dtype,
+        to: torch.device,
+        stream: Any,  # noqa: ANN401
+    ) -> Tensor:
+        """A new flat tensor with what lies at the offset, on the current stream of its device."""
 
-    def taken(self) -> None:
+    def taken(self, stream: Any) -> None:  # noqa: ANN401
         """Record `free`."""
 
     def read(self, nbytes: int) -> bytes:
@@ -104,6 +114,9 @@ class DeviceDriver(Protocol):
 
     def using(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401
         """Make a stream current for its device."""
+
+    def on_default_streams(self) -> AbstractContextManager[object]:
+        """Make the default stream of each device current, for the calling thread."""
 
     def handoff(self, tensor: Tensor) -> Callable[[], None]:
         """To be called before another thread or stream uses the tensor.

@@ -9,8 +9,8 @@ tensors of torch's allocator, which knows on which streams they are used.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, UsageError
+from gradwire.torch_private import is_default_stream
 from gradwire.transport.devices.contract import BlockHandles, DeviceError
 
 _HANDLE_BYTES = 64
@@ -51,30 +52,33 @@ class CudaBlock:
         memory = _checked(self._runtime.cudaIpcGetMemHandle(self._pointer)).reserved
         return BlockHandles(memory, _handle_of(self._ready), _handle_of(self._free))
 
-    def begin(self) -> None:
-        """The owner's current stream waits until the block may be overwritten."""
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(self._ready)
-        stream.wait_event(self._free)
+    def begin(self, stream: torch.cuda.Stream, *, was_taken: bool) -> None:
+        """The owner's stream waits until the block may be overwritten."""
+        stream.wait_event(self._free if was_taken else self._ready)
 
-    def fill(self, offset: int, tensor: Tensor) -> None:
+    def fill(self, offset: int, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """Copy a contiguous tensor of this device into the block."""
-        stream = torch.cuda.current_stream(self.device)
         self._copy(self._pointer + offset, tensor.data_ptr(), tensor.nbytes, stream)
         tensor.record_stream(stream)  # it may have been allocated on another, and be freed now
 
-    def filled(self) -> None:
+    def filled(self, stream: torch.cuda.Stream) -> None:
         """Record `ready`."""
-        self._ready.record(torch.cuda.current_stream(self.device))
+        self._ready.record(stream)
 
-    def begin_taking(self) -> None:
-        """The peer's current stream waits until the block is filled."""
-        torch.cuda.current_stream(self.device).wait_event(self._ready)
+    def begin_taking(self, stream: torch.cuda.Stream) -> None:
+        """The peer's stream waits until the block is filled."""
+        stream.wait_event(self._ready)
 
-    def take(self, offset: int, numel: int, dtype: torch.dtype, to: torch.device) -> Tensor:
-        """A new flat tensor with what lies at the offset."""
+    def take(
+        self,
+        offset: int,
+        numel: int,
+        dtype: torch.dtype,
+        to: torch.device,
+        stream: torch.cuda.Stream,
+    ) -> Tensor:
+        """A new flat tensor with what lies at the offset, on the current stream of its device."""
         source, nbytes = self._pointer + offset, numel * dtype.itemsize
-        stream = torch.cuda.current_stream(self.device)
         if to == self.device:
             tensor = torch.empty(numel, dtype=dtype, device=to)
             self._copy(tensor.data_ptr(), source, nbytes, stream)
@@ -92,9 +96,9 @@ class CudaBlock:
         theirs.wait_stream(stream)
         return tensor
 
-    def taken(self) -> None:
+    def taken(self, stream: torch.cuda.Stream) -> None:
         """Record `free`."""
-        self._free.record(torch.cuda.current_stream(self.device))
+        self._free.record(stream)
 
     def read(self, nbytes: int) -> bytes:
         """The first bytes, now; this waits for the device."""
@@ -146,6 +150,18 @@ class CudaDriver:
         """Make a stream current for its device."""
         return torch.cuda.stream(stream)
 
+    @contextmanager
+    def on_default_streams(self) -> Iterator[None]:
+        """Make the default stream of each device current, for the calling thread."""
+        if not torch.cuda.is_initialized():
+            yield
+            return
+        with ExitStack() as stack:
+            for device in _by_uuid().values():
+                if not is_default_stream(device.index):
+                    stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
+            yield
+
     def handoff(self, tensor: Tensor) -> Callable[[], None]:
         """See the contract."""
         made_on = torch.cuda.current_stream(tensor.device)
@@ -174,15 +190,15 @@ class CudaDriver:
     def make(self, device: torch.device, room: int) -> CudaBlock:
         """Allocate a block; DeviceError if the device has no memory for it."""
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # creates the context of the device, if there is none
+            stream = torch.cuda.current_stream()  # creates the context, if there is none
             pointer = _checked(self._runtime.cudaMalloc(room))
             try:
                 ready, free = _new_event(), _new_event()
                 block = CudaBlock(
                     self._runtime, device, room, int(pointer), (ready, free), is_own=True
                 )
-                block.filled()  # an event has no handle before it was recorded once
-                block.taken()
+                block.filled(stream)  # an event has no handle before it was recorded once
+                block.taken(stream)
             except BaseException:
                 self._runtime.cudaFree(pointer)
                 raise

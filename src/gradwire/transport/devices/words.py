@@ -1,11 +1,12 @@
 """A page that the owner of device blocks and their peer both map: which blocks are in use.
 
-One byte per block. The owner sets it when the block is named in a message, the peer clears it when
-it has queued its copies; neither needs a message, a lock or a thread. The page is a sealed memfd,
-so a killed process leaves nothing behind. The peer opens it through /proc. It comes from a peer's
-message, which could name any file of any process of this user. So nothing is opened that is not a
-memfd of gradwire, and nothing is written before the page has shown the key that the message
-announced: only its owner knows it.
+One byte per block. The owner sets it when the block is named in a message, the peer when it has
+queued its copies or has dropped the message; neither needs a message, a lock or a thread. The page
+is a sealed memfd, so a killed process leaves nothing behind. The peer opens it through /proc.
+
+The address of a page comes from a peer, and could name any file of any process of this user. So
+nothing is opened that is not a memfd of gradwire, and nothing is written before the page has shown
+the key that the message announced: only its owner knows it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import msgspec
 from gradwire.errors import BadMessage
 from gradwire.transport.devices.contract import MOST_BLOCKS
 
+TAKEN, UNREAD, IN_USE = range(3)
+"""IN_USE from when a block is leased until its tensors were taken or its message was dropped"""
 _NAME = "gradwire-words"
 _KEY_BYTES = 32
 _SIZE = mmap.PAGESIZE
@@ -85,20 +88,15 @@ class Words:
         assert self._descriptor is not None, "a peer's page is not passed on"
         return PageAddress(os.getpid(), self._descriptor, self._key)
 
-    def is_set(self, index: int) -> bool:
-        """Whether the block is in use."""
-        return self._page[_KEY_BYTES + index] != 0
+    def __getitem__(self, index: int) -> int:
+        """TAKEN, UNREAD or IN_USE."""
+        return self._page[_KEY_BYTES + index]
 
-    def set(self, index: int) -> None:
-        """The block is named in a message that is about to leave."""
-        self._page[_KEY_BYTES + index] = 1
-
-    def clear(self, index: int) -> None:
-        """The block may be filled again."""
-        self._page[_KEY_BYTES + index] = 0
+    def __setitem__(self, index: int, word: int) -> None:
+        self._page[_KEY_BYTES + index] = word
 
     def close(self) -> None:
-        """Unmap it. A late `clear` by the other end does no harm: it has its own mapping."""
+        """Unmap it. What the other end writes later does no harm: it has its own mapping."""
         if self._descriptor is not None:
             with suppress(OSError):
                 os.close(self._descriptor)
