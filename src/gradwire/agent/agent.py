@@ -26,7 +26,7 @@ from gradwire.agent.messages import Cancel, Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
-from gradwire.agent.requests.promise import Pending, Promise, RequestTable, gone, unsent
+from gradwire.agent.requests.promise import Pending, Promise, RequestTable, unsent
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Lane, Payload, Source, payload_of
 from gradwire.agent.serving.thread_pool import Job, mine
@@ -430,8 +430,10 @@ class Agent:
             listener(worker)
 
     def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
+        name, where = self.directory.name(worker), f" [{link}]" if link else ""
         for listener in self._lost_listeners:
-            listener(worker, gone(self.directory.name(worker), reason, link))
+            lost = PeerLost(f"{name} was lost: {reason}{where}")
+            listener(worker, lost.about(name, link=link))
 
 
 def _make_frame(

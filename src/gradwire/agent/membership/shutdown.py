@@ -9,13 +9,7 @@ from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar, final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.membership.shutdown_state import (
-    OVER,
-    QUIET,
-    READY,
-    ShutdownDeadline,
-    ShutdownProgress,
-)
+from gradwire.agent.membership.shutdown_state import OVER, QUIET, READY, ShutdownProgress
 from gradwire.agent.messages import Done, Leaving
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
@@ -85,11 +79,11 @@ class GracefulShutdown:
         `busy` says whether this worker has requests in flight. `seconds` count from when no program
         is known to run any more (see shutdown_state.py).
         """
-        deadline, now = ShutdownDeadline(seconds), self._agent.clock.now
+        now = self._agent.clock.now
 
         def left() -> float:
             with self._lock:
-                return deadline.left(now(), self._progress)
+                return self._progress.seconds_left(now(), seconds)
 
         late = self._reach(OVER, left)
         let_go()

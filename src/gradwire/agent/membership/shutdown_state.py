@@ -35,6 +35,7 @@ class ShutdownProgress:
         self._untold: set[WorkerId] = set()  # peers that may not know our phase
         self._confirmed: set[WorkerId] = set()  # peers that know that we are ready
         self._epochs: Counter[WorkerId] = Counter()  # how often each peer was lost or came back
+        self._until: float | None = None
 
     def reached(self, worker: WorkerId, phase: int) -> None:
         """A peer has reached a phase. Phases only grow, so repeats do no harm."""
@@ -123,9 +124,14 @@ class ShutdownProgress:
         unheard = self._disconnected.union(silent)
         return [worker for worker in missing if worker in unheard] or list(missing)
 
-    def still_running(self) -> list[WorkerId]:
-        """The peers whose programs still run, as far as is known."""
-        return [worker for worker in self.missing(OVER) if worker not in self._disconnected]
+    def seconds_left(self, now: float, seconds: float) -> float:
+        """What is left of so many seconds, which begin when no program is known to run."""
+        if self._disconnected.issuperset(self.missing(OVER)):
+            if self._until is None:
+                self._until = now + seconds
+            return self._until - now
+        self._until = None
+        return math.inf
 
     def missing(self, phase: int) -> list[WorkerId]:
         """The peers that have not reached a phase and may still do so."""
@@ -134,21 +140,3 @@ class ShutdownProgress:
     def lost_before_quiet(self) -> list[WorkerId]:
         """The peers that were lost before they were quiet."""
         return sorted(w for w in self._gone if self._phase.get(w, QUIET) < QUIET)
-
-
-@final
-class ShutdownDeadline:
-    """The deadline of a shutdown, which begins when no program is known to run."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._until: float | None = None
-
-    def left(self, now: float, progress: ShutdownProgress) -> float:
-        """Seconds left; infinite while a program runs."""
-        if progress.still_running():
-            self._until = None
-            return math.inf
-        if self._until is None:
-            self._until = now + self._seconds
-        return self._until - now

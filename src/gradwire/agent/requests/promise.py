@@ -238,12 +238,6 @@ class RequestTable:
         return [pending for pending in found if self._pending.pop(pending.n, None) is not None]
 
 
-def gone(name: str, reason: GradwireError, link: str) -> PeerLost:
-    """The last link to a worker has ended."""
-    where = f" [{link}]" if link else ""
-    return PeerLost(f"{name} was lost: {reason}{where}").about(name, link=link)
-
-
 def unsent(name: str, what: str, phase: str, error: BaseException) -> BaseException:
     """A message could not be sent: add the peer and the phase to the error."""
     if isinstance(error, PeerLost):

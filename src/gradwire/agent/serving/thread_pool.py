@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import final
 
 from gradwire import threads
@@ -23,7 +23,6 @@ _log = logging.getLogger("gradwire")
 
 Job = Callable[[], object]
 
-_COUNTED_NOWHERE: AbstractContextManager[None] = nullcontext()
 _IDLE_KEPT = 4
 _IDLE_SECONDS = 5.0
 
@@ -94,12 +93,12 @@ class ElasticPool:
         """Whether the calling thread runs a job of this pool."""
         return mine.pool is self
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Inside the block this thread is not counted, if it runs a job of this pool."""
-        return self._not_counted() if self.runs_this_thread else _COUNTED_NOWHERE
-
     @contextmanager
-    def _not_counted(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
+        """Inside the block this thread is not counted, if it runs a job of this pool."""
+        if mine.pool is not self:
+            yield
+            return
         with self.lock:
             self._busy -= 1
             self._start_one_if_needed()
@@ -148,11 +147,12 @@ class ElasticPool:
         with self.lock:
             self._idle -= 1
             self._start_one_if_needed()
-        return self._idle_again
 
-    def _idle_again(self) -> None:
-        with self.lock:
-            self._idle += 1
+        def idle_again() -> None:
+            with self.lock:
+                self._idle += 1
+
+        return idle_again
 
     def _loop(self) -> None:
         duties = threads.mine
