@@ -1,7 +1,7 @@
 """The channels of one worker to its peers: dialled when first needed, kept until they end.
 
-Two workers that dial each other at once have two channels; either carries anything. A frame is
-passed to `on_frame` unread, with its worker and its channel. readers.py decides which thread reads.
+Two workers that dial each other at once have two channels; either carries anything. readers.py
+decides which thread reads a channel, and passes its frames to `on_frame`.
 
 Note [What was before a loss]: when one channel to a worker ends, all of them end, the worker counts
 as lost, and the layers above drop their state about it. No message from before a loss may meet

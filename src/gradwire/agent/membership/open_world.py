@@ -192,11 +192,19 @@ class Membership:
         Always ends in time. It is no error if a member has not acknowledged it by then.
         """
         deadline, directory = self._agent.clock.now() + seconds, self._agent.directory
-        self._wait_while(busy, deadline)
+
+        def wait_while_busy() -> None:
+            while busy() and self._agent.clock.now() < deadline:
+                time.sleep(_LOOK_AGAIN_SECONDS)
+
+        wait_while_busy()
         let_go()
-        self._wait_while(busy, deadline)
+        wait_while_busy()
         look()
-        self.unregister(deadline)
+        try:  # so that later workers do not dial us; the store's host may be gone
+            self._roster.unregister({self._me.incarnation}, deadline)
+        except RuntimeError as error:
+            _log.info("%s left, but stays in the roster: %s", self._me.name, error)
         late: list[str] = []
         told: set[int] = set()
         while True:
@@ -206,19 +214,12 @@ class Membership:
                 break
             told |= untold.keys()
             late += self._tell(untold.values(), deadline)
-        self._wait_while(busy, deadline)
+        wait_while_busy()
         return ShutdownResult([], late, [])
 
     def close(self) -> None:
         """Release the store."""
         self._roster.close()
-
-    def unregister(self, deadline: float) -> None:
-        """Leave the roster, so that later workers do not dial us. The store's host may be gone."""
-        try:
-            self._roster.unregister({self._me.incarnation}, deadline)
-        except RuntimeError as error:
-            _log.info("%s left, but stays in the roster: %s", self._me.name, error)
 
     def _tell(self, workers: Iterable[WorkerId], deadline: float) -> list[str]:
         """Send Left to these members at once; returns the names of those that answered late."""
@@ -232,10 +233,6 @@ class Membership:
         outcomes = [(worker, promise.wait()) for worker, promise in sent]
         late = [worker for worker, outcome in outcomes if isinstance(outcome, DeadlinePassed)]
         return [self._agent.directory.name(worker) for worker in late]
-
-    def _wait_while(self, busy: Callable[[], bool], deadline: float) -> None:
-        while busy() and self._agent.clock.now() < deadline:
-            time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _serve_left(self, message: Left, _: Payload, source: Source) -> None:
         self._agent.directory.left(source.worker, message.incarnation)

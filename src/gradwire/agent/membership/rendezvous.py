@@ -1,11 +1,9 @@
 """How the workers of a closed world exchange names and addresses: through one of torch's stores.
 
-Each worker writes its own entry and reads the others', all signed (peers/secret.py). The
-store is needed only to join; the hosting process keeps it open until it has opened or joined
-another. An open world keeps a roster in the store instead: see open_world.py.
-
-A wait of torch's stores is one call into C++ that no signal interrupts. So this file never lets
-them wait: it polls, and sleeps in Python.
+Each worker writes its own entry and reads the others', all signed (peers/secret.py). The store is
+needed only to join; the hosting process keeps it open until it has opened or joined another. An
+open world keeps a roster in the store instead: see open_world.py. A wait of torch's stores is one
+call into C++ that no signal interrupts, so this file polls instead, and sleeps in Python.
 """
 
 from __future__ import annotations
@@ -259,29 +257,26 @@ class _Rounds:
 
     def _find_round(self) -> str:
         """The latest round in which this rank has not been."""
-        n = max(1, self._store.add(_ROUNDS, 0))
+        id, n = self._me.id, max(1, self._store.add(_ROUNDS, 0))
         while True:
             round = f"gradwire/round {n}"
             try:
                 self._wait([round], missing="0")
             except JoinTimeout:
-                self._check_rank(f"gradwire/round {n - 1}")
-                raise
-            claimed = self._store.add(f"{round}/claimed/{self._me.id}", 1) == 1
+                before = f"gradwire/round {n - 1}"
+                job = self._store.maybe_get(before)
+                text = None if job is None else self._store.maybe_get(f"{before}/{id}", job)
+                if text is None:
+                    raise
+                raise JoinTimeout(
+                    f"{self._me.name} timed out: {_decode_entry(text).name} has joined as rank "
+                    f"{id} before it, and rank 0 opens no other round",
+                    hint=_OWN_RANK,
+                ) from None
+            claimed = self._store.add(f"{round}/claimed/{id}", 1) == 1
             if claimed and self._store.maybe_get(f"{round}/given up") is None:
                 return round
             n += 1
-
-    def _check_rank(self, round: str) -> None:
-        """JoinTimeout with the reason, if another process has this rank in the round."""
-        job = self._store.maybe_get(round)
-        text = None if job is None else self._store.maybe_get(f"{round}/{self._me.id}", job)
-        if text is not None:
-            raise JoinTimeout(
-                f"{self._me.name} timed out: {_decode_entry(text).name} has joined as rank "
-                f"{self._me.id} before it, and rank 0 opens no other round",
-                hint=_OWN_RANK,
-            ) from None
 
     def _last_round(self) -> str:
         """The round that an earlier incarnation had joined, or was about to join."""

@@ -123,10 +123,8 @@ class GracefulShutdown:
             epoch = self._progress.epoch(info.id)
             try:
                 self._tell(info.id, deadline)
-            except (
-                GradwireError
-            ) as error:  # if its port is closed it is gone, else it may come back
-                if _is_refusal(error):
+            except GradwireError as error:
+                if _is_refusal(error):  # else it may come back
                     self._change(self._progress.refused, info.id, epoch)
                 else:
                     self._connection_changed(self._progress.disconnected, info.id)
@@ -147,16 +145,17 @@ class GracefulShutdown:
         if self._phase < READY:
             self._agent.tell(worker, leaving, deadline=deadline, phase="shutdown")
             return None
+
+        def confirmed(outcome: Outcome) -> None:
+            if isinstance(outcome, Answer):
+                self._change(self._progress.confirmed, worker)
+
         what = "the end of shutdown"
         _, answer = self._agent.request(
             worker, leaving, deadline=deadline, description=what, phase="shutdown"
         )
-        answer.on_settled(partial(self._ready_answered, worker))
+        answer.on_settled(confirmed)
         return answer
-
-    def _ready_answered(self, worker: WorkerId, outcome: Outcome) -> None:
-        if isinstance(outcome, Answer):
-            self._change(self._progress.confirmed, worker)
 
     def _wait_until(self, done: Callable[[], bool], left: Callable[[], float]) -> bool:
         """Wait until `done`; False if no time is left."""
