@@ -17,20 +17,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from gradwire.agent.exception_contents import (
-    NOTE,
-    OURS,
-    Contents,
-    Linked,
-    args_of,
-    dict_of,
-    found_on,
-    members_of,
-    pack_contents,
-    set_attribute,
-    slots_of,
-    unpack_contents,
-)
+from gradwire.agent import exception_contents as data
 from gradwire.agent.messages import Failure
 from gradwire.errors import BadMessage, GradwireError, NotSerializable, RemoteError
 
@@ -55,7 +42,7 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     trace = _safe(lambda e: "".join(traceback.format_exception(e)), error, _MOST_TRACEBACK)
     text, contents = _safe(_text, error), b""
     try:
-        contents = pack_contents(error, name_of, partial(_safe, _text))
+        contents = data.pack_contents(error, name_of, partial(_safe, _text))
     except Exception:  # a user's type may have properties that raise
         _log.debug("the contents of a %s were left out", type(error).__name__, exc_info=True)
     if isinstance(error, RemoteError):
@@ -75,7 +62,7 @@ def noted(failure: Failure, note: bytes) -> Failure:
 
 def note_of(error: RemoteError) -> bytes:
     """The note that the layer above has sent with this exception."""
-    return cast(bytes, dict_of(error).get(NOTE, b""))
+    return cast(bytes, data.dict_of(error).get(data.NOTE, b""))
 
 
 def clipped(failure: Failure, most: int) -> Failure:
@@ -98,17 +85,17 @@ def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
     get the failure itself.
     """
     try:
-        contents = unpack_contents(failure.contents)
+        contents = data.unpack_contents(failure.contents)
     except BadMessage:
         _log.debug("the contents of a %s were left out", failure.type_name, exc_info=True)
-        contents = Contents()
+        contents = data.Contents()
     error = _made(failure, contents, type_of)
     if failure.note:
-        dict_of(error)[NOTE] = failure.note
+        data.dict_of(error)[data.NOTE] = failure.note
     return error
 
 
-def _made(failure: Failure, contents: Contents, type_of: TypeOf) -> RemoteError:
+def _made(failure: Failure, contents: data.Contents, type_of: TypeOf) -> RemoteError:
     members = [_made_of_link(link, failure.worker, type_of) for link in contents.members]
     error = RemoteError.__new__(RemoteError)
     original = type_of(failure.type_name)
@@ -120,20 +107,20 @@ def _made(failure: Failure, contents: Contents, type_of: TypeOf) -> RemoteError:
         _log.debug("%s could not be made again", failure.type_name, exc_info=True)
     if not isinstance(error, BaseExceptionGroup):  # its constructor has set both
         _set_args(error, (failure.text,) if contents.args is None else tuple(contents.args))
-        dict_of(error)["message"] = failure.text
+        data.dict_of(error)["message"] = failure.text
     names = ("hint", "worker", "peer", "link", "phase", "type_name")
-    dict_of(error).update({name: getattr(failure, name) for name in names})
-    dict_of(error)["remote_traceback"] = failure.traceback
+    data.dict_of(error).update({name: getattr(failure, name) for name in names})
+    data.dict_of(error)["remote_traceback"] = failure.traceback
     for name, value in contents.attributes.items():
-        set_attribute(error, name, value)
+        data.set_attribute(error, name, value)
     if contents.notes:
-        dict_of(error)["__notes__"] = contents.notes
+        data.dict_of(error)["__notes__"] = contents.notes
     if contents.cause is not None:
         _set_cause(error, _made_of_link(contents.cause, failure.worker, type_of))
     return error
 
 
-def _made_of_link(link: Linked, worker: str, type_of: TypeOf) -> RemoteError:
+def _made_of_link(link: data.Linked, worker: str, type_of: TypeOf) -> RemoteError:
     """A cause or a member: its traceback is part of that of the exception that holds it."""
     failure = Failure(link.type_name, link.text, link.hint, "", link.worker or worker)
     return _made(failure, link.contents, type_of)
@@ -157,12 +144,12 @@ def fresh(error: BaseException) -> BaseException:
 def _copied(error: RemoteError) -> BaseException:
     """A copy made without the constructor, which may not accept `args`."""
     kind = type(error)
-    again = _instance(kind, error.message, members_of(error))
-    _set_args(again, args_of(error))
-    for slot in slots_of(kind).values():
+    again = _instance(kind, error.message, data.members_of(error))
+    _set_args(again, data.args_of(error))
+    for slot in data.slots_of(kind).values():
         with suppress(AttributeError, TypeError):  # it is empty or read-only
             slot.__set__(again, slot.__get__(error, kind))
-    dict_of(again).update(dict_of(error))
+    data.dict_of(again).update(data.dict_of(error))
     return again
 
 
@@ -221,5 +208,7 @@ def _maybe_remote_type(original: type[BaseException] | None) -> type[RemoteError
     except TypeError:  # their layouts conflict
         return None
     # A property of the original with the name of a RemoteError attribute would run its code.
-    is_taken = any(hasattr(type(found_on(original, name)), "__set__") for name in OURS - {"args"})
+    is_taken = any(
+        hasattr(type(data.found_on(original, name)), "__set__") for name in data.OURS - {"args"}
+    )
     return None if is_taken and not issubclass(original, BaseExceptionGroup) else remote

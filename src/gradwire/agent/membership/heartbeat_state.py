@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, final
 
-_LOOKS = 5
-"""Looks until a silent link is suspect: the resolution at which silence is measured."""
+_LOOKS = 5  # until a silent link is suspect: the resolution at which silence is measured
 
 K = TypeVar("K")
 
