@@ -20,6 +20,7 @@ from typing import TypeVar, cast, final
 import msgspec
 
 from gradwire.agent.links.connections import Connections
+from gradwire.agent.links.readers import Block, IsDone
 from gradwire.agent.membership.heartbeat import Heartbeat
 from gradwire.agent.messages import Cancel, Done, Failure
 from gradwire.agent.peers.directory import Directory
@@ -106,7 +107,7 @@ class Agent:
             on_frame=self._frame_came,
             on_joined=self._joined,
             on_opened=self._heartbeat.channel_opened,
-            on_end=self._channel_ended,
+            on_end=self._ended,
             on_reborn=self._lost,
             contexts_opened=contexts_opened,
         )
@@ -328,9 +329,7 @@ class Agent:
             interceptor.take_answer(self._answer_came, worker, channel, frame)
         return None
 
-    def wait(
-        self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
-    ) -> None:
+    def wait(self, peer: WorkerId | None, done: IsDone, block: Block) -> None:
         """Wait until `done`: read this peer's channel for a while if no thread does, then `block`.
 
         A waiting pool thread does not count against the pool's size limit. hot: every call
@@ -406,9 +405,7 @@ class Agent:
         self._send_cancels(late)
         return following
 
-    def _channel_ended(
-        self, worker: WorkerId, channel: Channel, reason: GradwireError, last: bool
-    ) -> None:
+    def _ended(self, worker: WorkerId, channel: Channel, reason: GradwireError, last: bool) -> None:
         lost = self._calls.channel_lost(channel)
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.noting.note(worker, reason)

@@ -189,7 +189,7 @@ def test_one_that_is_ready_has_to_know_that_we_are():
     for worker in (1, 2):
         progress.reached(worker, READY)
     assert progress.unconfirmed() == [1, 2]
-    progress.confirmed(1)
+    progress.confirmed.add(1)
     assert progress.may_be_gone(1)
     assert not progress.may_be_gone(2), "it waits for us, if our word was lost"
     assert progress.unconfirmed() == [2]
@@ -200,7 +200,7 @@ def test_one_that_is_ready_has_to_know_that_we_are():
 def test_a_later_incarnation_has_confirmed_nothing():
     progress = ShutdownProgress([1])
     progress.reached(1, READY)
-    progress.confirmed(1)
+    progress.confirmed.add(1)
     progress.reborn(1)
     progress.reached(1, READY)
     assert progress.unconfirmed() == [1]

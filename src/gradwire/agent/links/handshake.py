@@ -19,10 +19,9 @@ from typing import final
 
 from gradwire.agent.links import handshake_state as state
 from gradwire.agent.messages import Hello
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import WorkerId

@@ -16,11 +16,10 @@ from typing import final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.membership.rendezvous import MIXED, has_closed_world, put_roster, roster_in
-from gradwire.agent.membership.shutdown import ShutdownResult
+from gradwire.agent.membership.shutdown import Action, ShutdownResult
 from gradwire.agent.messages import Done, Left
-from gradwire.agent.peers.directory import WorkerInfo
+from gradwire.agent.peers.directory import Member, Roster, WorkerInfo, not_unique
 from gradwire.agent.peers.secret import SignedStore
-from gradwire.agent.peers.state import Member, Roster, not_unique
 from gradwire.agent.requests.timer import Clock
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import (
@@ -181,11 +180,7 @@ class Membership:
             time.sleep(_TRY_AGAIN_SECONDS)
 
     def leave(
-        self,
-        seconds: float,
-        let_go: Callable[[], None],
-        busy: Callable[[], bool],
-        look: Callable[[], None],
+        self, seconds: float, let_go: Action, busy: Callable[[], bool], look: Action
     ) -> ShutdownResult:
         """Wait for what is in flight, call `let_go` and `look`, and tell the others.
 

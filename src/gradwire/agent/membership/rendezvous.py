@@ -22,9 +22,8 @@ import msgspec
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member, Roster
 from gradwire.agent.peers.secret import SignedStore
-from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, rendezvous_server
@@ -62,11 +61,10 @@ _decode_entry = msgspec.json.Decoder(RendezvousEntry).decode
 
 
 class Meeting(NamedTuple):
-    """The result of a rendezvous. `store` must be kept, as this process may host it."""
+    """The result of a rendezvous. Keep the store, as this process may host it."""
 
     directory: Directory
     job: str
-    store: Store
 
 
 def open_store(
@@ -207,7 +205,7 @@ class _Rounds:
         store.set(f"{round}/read/{me.id}", "", job)
         if me.id == 0 and not is_again:  # the host of the store must not go while others read
             self._wait([f"{round}/read/{other}" for other in range(self._world_size)])
-        return Meeting(directory, job, store.inner)
+        return Meeting(directory, job)
 
     def _refuse_open_world(self) -> None:
         if roster_in(self._store)[0].entries:

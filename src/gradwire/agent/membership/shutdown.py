@@ -18,6 +18,7 @@ from gradwire.ids import WorkerId
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Action = Callable[[], None]
 
 _LOOK_AGAIN_SECONDS = 0.005
 _TELL_SECONDS = 10.0
@@ -68,22 +69,19 @@ class GracefulShutdown:
         return self._wait_until(lambda: has_reached(worker, OVER), lambda: deadline - now())
 
     def leave(
-        self,
-        seconds: float,
-        let_go: Callable[[], None],
-        busy: Callable[[], bool],
-        look: Callable[[], None] = lambda: None,
+        self, seconds: float, let_go: Action, busy: Callable[[], bool], look: Action
     ) -> ShutdownResult:
         """Go through the three phases: `let_go` runs when all are over, `look` when all are quiet.
 
         `busy` says whether this worker has requests in flight. `seconds` count from when no program
         is known to run any more (see shutdown_state.py).
         """
-        now = self._agent.clock.now
+        now, progress = self._agent.clock.now, self._progress
+        progress.until = None  # of an earlier call
 
         def left() -> float:
             with self._lock:
-                return self._progress.seconds_left(now(), seconds)
+                return progress.seconds_left(now(), seconds)
 
         late = self._reach(OVER, left)
         let_go()
@@ -93,7 +91,7 @@ class GracefulShutdown:
         late = self._reach(QUIET, left, late)
         look()
         late = self._reach(READY, left, late)
-        until, progress = now() + _CONFIRM_SECONDS, self._progress
+        until = now() + _CONFIRM_SECONDS
         self._wait_until(
             lambda: self._is_over or not (progress.unconfirmed() or self._answering),
             lambda: until - now(),
@@ -148,7 +146,7 @@ class GracefulShutdown:
 
         def confirmed(outcome: Outcome) -> None:
             if isinstance(outcome, Answer):
-                self._change(self._progress.confirmed, worker)
+                self._change(self._progress.confirmed.add, worker)
 
         what = "the end of shutdown"
         _, answer = self._agent.request(

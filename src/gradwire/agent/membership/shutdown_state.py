@@ -33,26 +33,22 @@ class ShutdownProgress:
         self._gone: set[WorkerId] = set()
         self._disconnected: set[WorkerId] = set()
         self._untold: set[WorkerId] = set()  # peers that may not know our phase
-        self._confirmed: set[WorkerId] = set()  # peers that know that we are ready
+        self.confirmed: set[WorkerId] = set()  # peers that know that we are ready
         self._epochs: Counter[WorkerId] = Counter()  # how often each peer was lost or came back
-        self._until: float | None = None
+        self.until: float | None = None  # when the time to shut down is over, if it has begun
 
     def reached(self, worker: WorkerId, phase: int) -> None:
         """A peer has reached a phase. Phases only grow, so repeats do no harm."""
         self._disconnected.discard(worker)
         self._phase[worker] = max(phase, self._phase.get(worker, 0))
 
-    def confirmed(self, worker: WorkerId) -> None:
-        """A peer knows that we are ready."""
-        self._confirmed.add(worker)
-
     def may_be_gone(self, worker: WorkerId) -> bool:
         """Whether a peer has no reason to stay: it is ready, and knows that we are."""
-        return self.has_reached(worker, READY) and worker in self._confirmed
+        return self.has_reached(worker, READY) and worker in self.confirmed
 
     def unconfirmed(self) -> list[WorkerId]:
         """The peers that are ready and may not know that we are."""
-        known = self._gone | self._confirmed
+        known = self._gone | self.confirmed
         return sorted(w for w, p in self._phase.items() if p >= READY and w not in known)
 
     def peer_lost(self, worker: WorkerId) -> None:
@@ -110,7 +106,7 @@ class ShutdownProgress:
         """A peer is back as a later incarnation, which has reached no phase yet."""
         self.is_back(worker)
         self._phase[worker] = 0
-        self._confirmed.discard(worker)
+        self.confirmed.discard(worker)
 
     def has_reached(self, worker: WorkerId, phase: int) -> bool:
         """Whether the present incarnation of a peer has reached a phase."""
@@ -127,10 +123,10 @@ class ShutdownProgress:
     def seconds_left(self, now: float, seconds: float) -> float:
         """What is left of so many seconds, which begin when no program is known to run."""
         if self._disconnected.issuperset(self.missing(OVER)):
-            if self._until is None:
-                self._until = now + seconds
-            return self._until - now
-        self._until = None
+            if self.until is None:
+                self.until = now + seconds
+            return self.until - now
+        self.until = None
         return math.inf
 
     def missing(self, phase: int) -> list[WorkerId]:

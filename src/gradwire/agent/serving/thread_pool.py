@@ -51,8 +51,7 @@ class ElasticPool:
         self._threads: set[threading.Thread] = set()
         self._idle = self._busy = 0
         self.guests: list[None] = []
-        """one for each job that runs on a thread outside the pool, for which `mine.pool` is set;
-        changed in one step, so it needs no lock"""
+        """one for each job on a thread outside the pool; changed in one step: it needs no lock"""
         self._closed = False
         call_after_fork(self)
 
@@ -72,7 +71,7 @@ class ElasticPool:
         return True
 
     def submit_or_run(self, job: Job) -> None:
-        """Queue a job; run it here and now if the pool is closed, as its effect is waited for."""
+        """Queue a job; run it here and now if the pool is closed."""
         if not self.submit(job):
             job()
 
