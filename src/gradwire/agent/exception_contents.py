@@ -31,13 +31,11 @@ _MOST_INT_BYTES = 1 << 10  # Python refuses to print longer integers
 NameOf = Callable[[type[BaseException]], str]
 TextOf = Callable[[BaseException], str]
 
-NOTE = "_gradwire_note"
-"""the attribute of a RemoteError that holds `Failure.note`; it is not sent on"""
+NOTE = "_gradwire_note"  # the attribute of a RemoteError that holds `Failure.note`; not sent on
 _OF_FAILURE = {"hint", "worker", "peer", "link", "phase", "type_name", "remote_traceback"}
 OURS = frozenset({"args", "message", NOTE} | _OF_FAILURE)
 """attributes of RemoteError, which those of another exception must not replace"""
-# Of an AttributeError: the object that lacks the attribute, which the user did not mean to send.
-_LEFT_OUT = frozenset({"obj"})
+_LEFT_OUT = "obj"  # of an AttributeError: the object, which the user did not mean to send
 _ABSENT = object()
 
 _TUPLE, _LIST, _DICT, _SET, _FROZENSET, _BIG_INT, _SURROGATES = range(7)
@@ -192,7 +190,7 @@ class _ContentsEncoder:
         for name, slot in slots_of(type(error)).items():
             with suppress(AttributeError):  # it is empty
                 value = slot.__get__(error, type(error))
-                if value is not None and name not in _LEFT_OUT:
+                if value is not None and name != _LEFT_OUT:
                     found[name] = value
         for name, value in found.items():
             if type(name) is str and name not in OURS and not _is_special(name):

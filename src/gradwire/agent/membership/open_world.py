@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import final
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.membership.rendezvous import MIXED, has_closed_world, put_roster, roster_in
+from gradwire.agent.membership.rendezvous import MIXED, ROUNDS, put_roster, roster_in
 from gradwire.agent.membership.shutdown import Action, ShutdownResult
 from gradwire.agent.messages import Done, Left
 from gradwire.agent.peers.directory import Member, Roster, WorkerInfo, not_unique
@@ -78,7 +78,7 @@ class RosterStore:
             return roster.without(dead).with_member(name, id, address, note)
 
         me = self._change(with_me, limit).entries[-1].member
-        if has_closed_world(self._store):
+        if self._store.add(ROUNDS, 0):  # workers with a world size have met here
             self.unregister({me.incarnation}, limit)
             raise UsageError(MIXED, hint="meet at another init_method")
         return me

@@ -32,7 +32,7 @@ MIXED = (
     "RPC group mixes statically and dynamically initialized members which is not supported. "
     "Either all of them give a world_size, or none does."
 )
-_ROUNDS = "gradwire/rounds"
+ROUNDS = "gradwire/rounds"  # a counter: how many rounds of joining a closed world had in a store
 _ROSTER = "gradwire/roster"
 _LOOK_AGAIN_SECONDS = 0.02
 _LONGEST_LOOK_AGAIN_SECONDS = 1.0
@@ -131,11 +131,6 @@ def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
     return urlunparse(asked._replace(query="&".join(filter(None, given))))
 
 
-def has_closed_world(store: SignedStore) -> bool:
-    """Whether workers with a world size have met here."""
-    return bool(store.add(_ROUNDS, 0))
-
-
 def roster_in(store: SignedStore) -> tuple[Roster, str | None]:
     """The roster in this store, or a new one, and the text that encodes it, if any."""
     text = store.maybe_get(_ROSTER)
@@ -213,7 +208,7 @@ class _Rounds:
 
     def _open_round(self) -> str:
         """Begin a new round, under a new job id."""
-        round = f"gradwire/round {self._store.add(_ROUNDS, 1)}"
+        round = f"gradwire/round {self._store.add(ROUNDS, 1)}"
         self._store.set(round, uuid.uuid4().hex)
         return round
 
@@ -229,7 +224,7 @@ class _Rounds:
         except JoinTimeout:
             if self._me.id == 0:
                 self._store.set(f"{round}/given up", "")  # so that no worker joins it later
-                if self._store.add(_ROUNDS, 0) > int(round.rsplit(" ", 1)[1]):
+                if self._store.add(ROUNDS, 0) > int(round.rsplit(" ", 1)[1]):
                     raise JoinTimeout(
                         f"{self._me.name} timed out: another process has opened a round here as "
                         "rank 0",
@@ -255,7 +250,7 @@ class _Rounds:
 
     def _find_round(self) -> str:
         """The latest round in which this rank has not been."""
-        id, n = self._me.id, max(1, self._store.add(_ROUNDS, 0))
+        id, n = self._me.id, max(1, self._store.add(ROUNDS, 0))
         while True:
             round = f"gradwire/round {n}"
             try:
@@ -278,7 +273,7 @@ class _Rounds:
 
     def _last_round(self) -> str:
         """The round that an earlier incarnation had joined, or was about to join."""
-        n = self._store.add(_ROUNDS, 0)
+        n = self._store.add(ROUNDS, 0)
         if self._me.id == 0 and n == 0:
             return self._open_round()
         round = f"gradwire/round {max(1, n)}"

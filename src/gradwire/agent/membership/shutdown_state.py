@@ -63,10 +63,7 @@ class ShutdownProgress:
             self.peer_lost(worker)
 
     def disconnected(self, worker: WorkerId) -> bool:
-        """A peer is lost, but may come back: it is waited for until the deadline.
-
-        Our last message may be lost with the connection. True if no thread repeats it yet.
-        """
+        """A peer is lost, and may come back. True if no thread repeats our last message yet."""
         self._epochs[worker] += 1
         self._disconnected.add(worker)
         return self._owe(worker)
@@ -113,10 +110,8 @@ class ShutdownProgress:
         return self._phase.get(worker, 0) >= phase
 
     def blockers(self, missing: Iterable[WorkerId], silent: Iterable[WorkerId]) -> list[WorkerId]:
-        """Those of the missing peers for which the others may be waiting; all, if unknown.
-
-        A peer that is connected and gives signs of life is late only because it waits for others.
-        """
+        """Those of the missing peers for which the others may be waiting; all, if unknown."""
+        # A peer that is connected and gives signs of life is late because it waits for others.
         unheard = self._disconnected.union(silent)
         return [worker for worker in missing if worker in unheard] or list(missing)
 

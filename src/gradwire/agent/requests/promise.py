@@ -225,13 +225,11 @@ class RequestTable:
 
 def unsent(name: str, what: str, phase: str, error: BaseException) -> BaseException:
     """A message could not be sent: add the peer and the phase to the error."""
+    kind: type[PeerLost | CallTimeout] = CallTimeout
     if isinstance(error, PeerLost):
-        kind: type[PeerLost | CallTimeout] = (
-            NotTrusted if isinstance(error, NotTrusted) else PeerLost
-        )
+        kind = NotTrusted if isinstance(error, NotTrusted) else PeerLost
         text = f"{name} was lost before {what} reached it: {error.message}"
     elif isinstance(error, DeadlinePassed):
-        kind = CallTimeout
         text = f"{what} did not leave for {name} in time: {error.message}"
     else:
         return error
