@@ -67,13 +67,9 @@ def note_of(error: RemoteError) -> bytes:
 
 def clipped(failure: Failure, most: int) -> Failure:
     """The same, with the end of its traceback and the beginning of its text, to fit a limit."""
+    text, trace = failure.text[:most], failure.traceback[-most:]
     return msgspec.structs.replace(
-        failure,
-        text=failure.text[:most],
-        traceback=failure.traceback[-most:],
-        hint=None,
-        contents=b"",
-        note=b"",
+        failure, text=text, traceback=trace, hint=None, contents=b"", note=b""
     )
 
 
@@ -153,9 +149,7 @@ def _copied(error: RemoteError) -> BaseException:
     return again
 
 
-def _safe(
-    text_of: Callable[[BaseException], str], error: BaseException, most: int = _MOST_TEXT
-) -> str:
+def _safe(text_of: data.TextOf, error: BaseException, most: int = _MOST_TEXT) -> str:
     """A text as valid UTF-8 of limited length, even if printing the exception fails."""
     try:
         said = text_of(error)
@@ -208,7 +202,6 @@ def _maybe_remote_type(original: type[BaseException] | None) -> type[RemoteError
     except TypeError:  # their layouts conflict
         return None
     # A property of the original with the name of a RemoteError attribute would run its code.
-    is_taken = any(
-        hasattr(type(data.found_on(original, name)), "__set__") for name in data.OURS - {"args"}
-    )
+    found = [data.found_on(original, name) for name in data.OURS - {"args"}]
+    is_taken = any(hasattr(type(each), "__set__") for each in found)
     return None if is_taken and not issubclass(original, BaseExceptionGroup) else remote

@@ -4,8 +4,7 @@ Three phases. *Over* (1): a worker's program has ended; it still serves. *Quiet*
 and this worker has no request in flight. When all are quiet, no request will be made again. *Ready*
 (3): it has checked what the others left behind here, and they may close. A worker closes when all
 are ready and have confirmed that they know it of this worker: its last message may be lost with a
-connection, and behind a proxy a closed port looks like a network that is cut. Pure: the driver
-knows what is in flight.
+connection, and behind a proxy a closed port looks like a network that is cut.
 
 Waiting for the programs of the others has no deadline: a worker that only serves does so inside
 `shutdown`. The time for shutting down begins when each program is over or its worker lost. A lost
