@@ -18,10 +18,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.membership.open_world import RosterStore
 from gradwire.agent.membership.rendezvous import meet, open_store
-from gradwire.agent.peers.directory import Directory, check_name
+from gradwire.agent.peers.directory import Directory, Member, check_name
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import SignedStore, find_secret
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.current import ProcessValue, current_worker

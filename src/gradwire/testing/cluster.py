@@ -13,9 +13,8 @@ from typing import ParamSpec, TypeVar, final
 
 import torch
 
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.secret import fresh_secret
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.errors import PeerLost, UsageError
 from gradwire.events import Event

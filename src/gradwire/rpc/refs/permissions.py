@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.state import Member
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.errors import BadMessage, StaleIncarnation
 from gradwire.ids import ForkId, RefId, WorkerId
 from gradwire.rpc.messages import Fork, Kept, Reference

@@ -18,10 +18,9 @@ from typing import final
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gradwire.agent.membership.open_world import RosterStore
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret, SignedStore
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
