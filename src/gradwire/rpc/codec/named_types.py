@@ -18,7 +18,7 @@ it. The codec has to check what it decodes, because a peer may send anything ins
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum, Flag
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
@@ -122,10 +122,6 @@ def _decode_enum(walk: Decoder, node: Node) -> object:
     return _class(walk, name, Flag)(exactly(walk.value(member), int))
 
 
-def _by_field(owner: object, n: int) -> str:
-    return f".{_fields_of(type(owner))[n]}"
-
-
 def _fields_of(kind: type) -> tuple[str, ...]:
     if issubclass(kind, tuple):
         return cast(tuple[str, ...], getattr(kind, "_fields", ()))
@@ -135,10 +131,15 @@ def _fields_of(kind: type) -> tuple[str, ...]:
 
 
 def _encode_named_tuple(walk: Encoder, value: tuple[object, ...]) -> object:
+    _refuse_more(type(value), getattr(value, "__dict__", {}).keys())
+    return _encode_fields(walk, Tag.NAMED_TUPLE, value, value)
+
+
+def _encode_fields(walk: Encoder, tag: int, value: object, items: Iterable[object]) -> object:
     kind = type(value)
-    _refuse_more(kind, getattr(value, "__dict__", {}).keys())
-    node: Node = [Tag.NAMED_TUPLE, walk.name_of(kind), ",".join(_fields_of(kind))]
-    return walk.children(node, value, value, _by_field)
+    names = _fields_of(kind)
+    node: Node = [tag, walk.name_of(kind), ",".join(names)]
+    return walk.children(node, value, items, lambda _, n: f".{names[n]}")
 
 
 def _decode_named_tuple(walk: Decoder, node: Node) -> object:
@@ -169,8 +170,7 @@ def _encode_dataclass(walk: Encoder, value: object) -> object:
             f"a {type_name(kind)} without a value for {', '.join(missing)} cannot be serialized",
             hint="give every field a value or a default",
         )
-    node: Node = [Tag.DATACLASS, walk.name_of(kind), ",".join(names)]
-    return walk.children(node, value, [getattr(value, name) for name in names], _by_field)
+    return _encode_fields(walk, Tag.DATACLASS, value, [getattr(value, name) for name in names])
 
 
 def _decode_dataclass(walk: Decoder, node: Node) -> object:
@@ -213,11 +213,6 @@ def _encode_return_type(walk: Encoder, value: tuple[object, ...]) -> object:
     return walk.children([Tag.RETURN_TYPE, type(value).__name__], value, value, by_index)
 
 
-def _decode_return_type(walk: Decoder, node: Node) -> object:
-    kind = _RETURN_TYPES[exactly(node[1], str)]
-    return kind(walk.children(node, 2))
-
-
 def _encode_parts(walk: Encoder, value: Any) -> object:  # noqa: ANN401
     # A class of a higher layer, such as RemoteModule, that is sent as a few values. Its class
     # method _from_parts makes the object again, and has to check what a peer sent.
@@ -245,7 +240,9 @@ DECODERS: dict[int, TypeDecoder] = {
     Tag.ENUM: _decode_enum,
     Tag.NAMED_TUPLE: _decode_named_tuple,
     Tag.DATACLASS: _decode_dataclass,
-    Tag.RETURN_TYPE: _decode_return_type,
+    Tag.RETURN_TYPE: lambda walk, node: _RETURN_TYPES[exactly(node[1], str)](
+        walk.children(node, 2)
+    ),
     Tag.PARTS: _decode_parts,
     Tag.REGISTERED: _decode_registered,
 }

@@ -28,7 +28,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +147,8 @@ class _Pickler(pickle.Pickler):
                 self._places[id(value)] = len(self.tensors)
                 self.tensors.append(value)
             return _TENSOR if kind is Tensor else _PARAMETER, self._places[id(value)]
-        extension = self._encoders.get(kind)
-        if extension is None:
-            return None
-        tag, encode = extension
-        return tag, encode(value)
+        tag, encode = self._encoders.get(kind, (None, None))
+        return None if encode is None else (tag, encode(value))
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401
         """Pickle values with a reducer by it, and nameless functions by cloudpickle, if there."""
@@ -243,9 +240,8 @@ def function_named(name: str) -> Any:  # noqa: ANN401
     unit = torch.jit._state._python_cu
     found = unit.find_function(name)
     if found is None:
-        home = name.removeprefix(_ROOT).rpartition(".")[0]
         with suppress(ImportError, ValueError):
-            importlib.import_module(home)
+            importlib.import_module(name.removeprefix(_ROOT).rpartition(".")[0])
         found = unit.find_function(name)
     if found is None:
         raise AttributeError(f"no TorchScript function {name.removeprefix(_ROOT)} is compiled here")
@@ -255,6 +251,5 @@ def function_named(name: str) -> Any:  # noqa: ANN401
 def module_from(data: bytes) -> ScriptModule:
     """The module of an archive. Not by torch.jit.load, which warns that it is deprecated."""
     load: Any = torch._C.import_ir_module_from_buffer
-    wrap: Any = torch.jit._recursive.wrap_cpp_module
-    module: ScriptModule = wrap(load(torch._C.CompilationUnit(), data, None, {}, False))
-    return module
+    loaded = load(torch._C.CompilationUnit(), data, None, {}, False)
+    return cast(ScriptModule, torch.jit._recursive.wrap_cpp_module(loaded))
