@@ -119,9 +119,9 @@ class Refs:
         self._table = RefTable(me.id, first=first_of(me.incarnation))
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
-        self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
-        self.watch, self.on_death = self._finalizers.watch, self._finalizers.on_death
-        self._closed = False
+        finalizers = self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
+        self.watch, self.on_death = finalizers.watch, finalizers.on_death
+        self.close = finalizers.close
         self._limit_checks = 0
         self.abandoned = False
         """whether this worker has ended all its handles on values of other workers"""
@@ -401,7 +401,8 @@ class Refs:
     def pending(self) -> bool:
         """Whether messages about references are still unanswered, or to be sent."""
         with self._lock:
-            return not self._closed and (self._table.pending() or self._finalizers.is_busy)
+            is_pending = self._table.pending() or self._finalizers.is_busy
+            return is_pending and not self._finalizers.closed
 
     def leaks(self) -> list[str]:
         """The forks of this worker's values that other workers still hold, as text."""
@@ -413,11 +414,6 @@ class Refs:
         """The sizes of the table."""
         with self._lock:
             return self._table.statistics()
-
-    def close(self) -> None:
-        """Stop the finalizer queue."""
-        self._closed = True
-        self._finalizers.close()
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:
