@@ -43,9 +43,6 @@ __all__ = ["DUNDERS", "Function", "Registry", "exception_name", "expose", "name_
 _T = TypeVar("_T", bound=Function)
 
 _MOST_METHODS = 4096
-_NOWHERE = types.ModuleType("nowhere")
-
-
 _MARK = "__gradwire_exposed__"
 
 # Where to find what @expose was put on; filled as modules are imported. The place rather than the
@@ -157,8 +154,7 @@ class Registry:
         known = self._known.get(name)
         if known is not None:
             home, attribute, function = known
-            current: object = getattr(sys.modules.get(home), attribute, None)
-            if current is function:
+            if getattr(sys.modules.get(home), attribute, None) is function:
                 return function
         found = self._maybe_find(name)
         home, _, attribute = name.partition(":")
@@ -166,7 +162,7 @@ class Registry:
             top = home.partition(".")[0]
             hint = _OTHERS_HINT if _is_foreign(top) and top != "__main__" else _FUNCTION_HINT
             raise NotExposed(f"{_printable(name)} is not exposed on this worker", hint=hint)
-        if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
+        if getattr(sys.modules.get(home), "__dict__", {}).get(attribute) is found:
             self._known[name] = home, attribute, found
         return found
 
@@ -246,7 +242,12 @@ class Registry:
         """
         classes = cls.__mro__[: cls.__mro__.index(definer) + 1]
         if _is_builtin_or_torch(definer):
-            return any(_lists_method(base, method) for base in classes) or self._is_exposed(definer)
+            is_listed = any(
+                method in _BUILTIN_METHODS.get(base, ())
+                or torch_allowlist.lists_method(base, method)
+                for base in classes
+            )
+            return is_listed or self._is_exposed(definer)
         return any(map(self._is_exposed, classes)) or _is_marked(vars(definer)[method])
 
     def _is_exposed(self, cls: type) -> bool:
@@ -342,10 +343,6 @@ def _is_foreign(home: str) -> bool:
 
 def _is_builtin_or_torch(definer: type) -> bool:
     return _home_of(definer) in ("builtins", "torch")
-
-
-def _lists_method(cls: type, method: str) -> bool:
-    return method in _BUILTIN_METHODS.get(cls, ()) or torch_allowlist.lists_method(cls, method)
 
 
 def _maybe_definer(cls: type, attribute: str) -> type | None:
