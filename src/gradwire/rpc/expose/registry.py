@@ -70,8 +70,8 @@ _METHOD_KINDS = (
 _SEQUENCE = "__contains__ __getitem__ __len__ count index"
 _SET = "__contains__ __len__ copy difference intersection isdisjoint issubset issuperset union"
 # Not str.format and format_map: their fields can read attributes ("{0.__class__}").
-_BUILTIN_METHODS: Mapping[type, frozenset[str]] = {
-    cls: frozenset(methods.split())
+_BUILTIN_METHODS: Mapping[type, set[str]] = {
+    cls: set(methods.split())
     for cls, methods in {
         list: f"""{_SEQUENCE} __delitem__ __setitem__ append clear copy extend insert pop remove
             reverse sort""",
@@ -242,11 +242,8 @@ class Registry:
         """
         classes = cls.__mro__[: cls.__mro__.index(definer) + 1]
         if _is_builtin_or_torch(definer):
-            is_listed = any(
-                method in _BUILTIN_METHODS.get(base, ())
-                or torch_allowlist.lists_method(base, method)
-                for base in classes
-            )
+            lists = (_BUILTIN_METHODS, torch_allowlist.methods())
+            is_listed = any(method in each.get(base, ()) for each in lists for base in classes)
             return is_listed or self._is_exposed(definer)
         return any(map(self._is_exposed, classes)) or _is_marked(vars(definer)[method])
 
