@@ -30,8 +30,14 @@ from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageE
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
 from gradwire.rpc.recompute.checkpoint_run import current_checkpoint_run, waiting
-from gradwire.rpc.refs import permissions
-from gradwire.rpc.refs.exchange import RefSender, RefServer
+from gradwire.rpc.refs.exchange import (
+    RefSender,
+    RefServer,
+    check_incarnation,
+    check_passed,
+    check_use,
+    stale_incarnation,
+)
 from gradwire.rpc.refs.finalizers import FinalizerQueue
 from gradwire.rpc.refs.handles_state import (
     Action,
@@ -150,7 +156,7 @@ class Refs:
         """The value of this worker that `ref` names, maybe not made yet, if `peer` may use it."""
         with self._lock:
             if peer is not None:
-                permissions.check_use(self._table, ref, peer)
+                check_use(self._table, ref, peer)
             kept = self._values.get(ref)
         if kept is None:
             raise UsageError(
@@ -259,7 +265,7 @@ class Refs:
         if inbound is None:
             raise BadMessage(f"{ref} was lent without a call")
         if incarnation < me.incarnation:
-            raise permissions.stale_incarnation(ref, me.name, incarnation, me.incarnation)
+            raise stale_incarnation(ref, me.name, incarnation, me.incarnation)
         self.content(ref, inbound.worker)  # raises unless the caller holds it
         return BorrowedRef(RefHandle(ref, me.id, None, incarnation))
 
@@ -270,7 +276,7 @@ class Refs:
     def pack(self, handle: RefHandle) -> int:
         """Add a reference to the message being packed; returns its index."""
         message: MessageRefs = self._local.message
-        permissions.check_incarnation(self._agent.directory, handle)
+        check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_asking, handle, message.deadline)
         with self._lock:
             fork = self._table.pack(handle, message.to)
@@ -279,7 +285,7 @@ class Refs:
 
     def wait_until_counted(self, handle: RefHandle, deadline: float) -> None:
         """Wait until the owner has counted a handle: a fetch may overtake the creating call."""
-        permissions.check_incarnation(self._agent.directory, handle)
+        check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_uncounted, handle, deadline)
 
     def _wait_while(
@@ -326,7 +332,7 @@ class Refs:
         if not references:
             return MessageRefs(self._local, [])
         with self._lock:
-            permissions.check_passed(self._table, references, source, self._agent.directory.myself)
+            check_passed(self._table, references, source, self._agent.directory.myself)
         handles = self.arrived(references, is_answered=is_answered)
         return MessageRefs(self._local, [self.make(handle) for handle in handles])
 
