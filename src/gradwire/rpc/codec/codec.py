@@ -65,10 +65,6 @@ _NEVER_SENT: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
         "send a list of what it yields, list(...)",
     ),
 )
-_MODULE_HINT = (
-    "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
-    "(gradwire.remote), or send its state_dict()"
-)
 _TWO_WAYS = (
     "give its class a codec with gradwire.register_codec on both workers, or allow pickles with "
     "Options(pickle=True) on both"
@@ -219,7 +215,10 @@ def _refuse(_walk: Encoder, value: object) -> NoReturn:
 def _refused_type(kind: type) -> NotSerializable:
     base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
     if issubclass(kind, nn.Module):
-        hint = _MODULE_HINT
+        hint = (
+            "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
+            "(gradwire.remote), or send its state_dict()"
+        )
     elif issubclass(kind, Tensor) and hasattr(kind, "full_tensor"):
         hint = "a DTensor is spread over a mesh: send its full_tensor(), or its to_local()"
     else:

@@ -1,14 +1,12 @@
 """Encodes values by a name: functions, classes, enums, namedtuples, dataclasses, and those that
 have a codec of the user's.
 
-An enum is sent as the name of its member, a namedtuple or dataclass as its fields. A dataclass is
-rebuilt field by field without its constructor, as `copy` does: `__init__` takes no init=False
-fields and needs InitVars that were not kept, `__post_init__` would convert the fields a second
-time, and frozen classes and slots need no special case. So only fields can arrive, and an instance
-with other attributes is refused; values of a cached_property are dropped, to be computed again.
-
-The names of the fields are sent too, so that two workers with different versions of a class do not
-silently swap its values.
+An enum is sent as the name of its member, a namedtuple or dataclass as its fields, with their names
+so that two versions of a class do not silently swap its values. A dataclass is rebuilt field by
+field without its constructor, as `copy` does: `__init__` takes no init=False fields and needs
+InitVars that were not kept, `__post_init__` would convert the fields a second time, and frozen
+classes and slots need no special case. So only fields can arrive, and an instance with other
+attributes is refused; values of a cached_property are dropped, to be computed again.
 
 A user's codec turns a value into others, which are encoded by the same rules. The table of codecs
 is filled as modules are imported, like that of @expose, and a peer's names are only compared with

@@ -5,19 +5,18 @@ wrapped, at the end of this file, where each has the function at hand.
 
 Note [Random numbers under a checkpoint]:
     `torch.utils.checkpoint` runs a function in the forward pass and again in the backward pass
-    (the recomputation). With preserve_rng_state it restores the state of the random generators
-    before the second run, so that dropout, for example, draws the same mask. This covers the
-    caller's process only: a callee draws from its own generators.
+    (the recomputation). With preserve_rng_state it restores the random generators before the
+    second run, so that dropout draws the same mask: those of the caller's process only.
 
-    Forward: each call tells its callee that it runs under a checkpoint. The callee records the
-    state of its generators before the function starts and returns it with the answer, together
-    with the states that its own callees returned to it. If nothing was drawn, nothing is returned.
+    Forward: each call tells its callee that it runs under a checkpoint. The callee returns, with
+    the answer, the state of its generators before the function, and the states that its own
+    callees returned to it. If nothing was drawn, nothing is returned.
     Recomputation: the k-th call sends back what the k-th call of the forward returned. The callee
     sets its generators to that state, runs the function, and then restores its own state.
 
-    The state is encrypted: only the worker that made it can use it. An answer that is an error has
-    it, too, because the caller may catch the error and go on. A callee waits for the answers to
-    its own calls before it answers: their states are part of what it returns.
+    An answer that is an error has the state, too, because the caller may catch the error and go
+    on. A callee waits for the answers to its own calls before it answers: their states are part of
+    what it returns.
 
     Generators belong to the process, and functions run in many threads. So code that runs for a
     checkpoint takes turns (Generators). It ends its turn while it waits for a call, a future or

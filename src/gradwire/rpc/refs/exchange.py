@@ -19,8 +19,9 @@ only together with the peer. If a call fails or is given up, separate Accept mes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import final
 
 from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
@@ -58,10 +59,7 @@ Heard = Callable[[Sending, Verdict | None], None]
 
 @final
 class RefSender:
-    """Sends one worker's messages about references, and repeats them until they are answered.
-
-    `lost` is called for a peer that cannot be reached.
-    """
+    """Sends one worker's messages about references; `lost` is called for unreachable peers."""
 
     def __init__(self, agent: Agent, table: RefTable, heard: Heard, lost: OnLost) -> None:
         self._agent, self._table, self._heard, self._lost = agent, table, heard, lost
@@ -72,10 +70,8 @@ class RefSender:
         self._resender: Resender[_Entry] = Resender(agent.timer, self._send_again)
 
     def send_soon(self, sending: Sending, since: float | None = None) -> None:
-        """Send on a service thread: the caller may hold locks, or be in a garbage collection.
-
-        At most one thread per peer: a message may bring a hundred references.
-        """
+        """Send on a service thread: the caller may hold locks, or be in a garbage collection."""
+        # At most one thread per peer: a message may bring a hundred references.
         peer, mine = sending.to, deque([(sending, since)])
         with self._lock:
             waiting = self._soon.setdefault(peer, mine)
@@ -98,12 +94,10 @@ class RefSender:
     def _send(self, sending: Sending, since: float | None) -> None:
         with self._lock:
             acked_below = self._table.acked_below(sending.to)
-        message = _message(sending, acked_below)
+        text = str(message := _message(sending, acked_below))
         limit = self._agent.clock.now() + CONTROL_SECONDS
         try:
-            _, answer = self._agent.request(
-                sending.to, message, deadline=limit, description=str(message)
-            )
+            _, answer = self._agent.request(sending.to, message, deadline=limit, description=text)
         except UsageError:  # this worker has shut down
             return
         except GradwireError as error:
@@ -176,7 +170,7 @@ class RefServer:
         agent: Agent,
         table: RefTable,
         check_limit: Callable[[WorkerId], None],
-        perform: Callable[[Sequence[Action]], None],
+        perform: Callable[[Iterable[Action]], None],
     ) -> None:
         self._agent, self._table, self._lock = agent, table, agent.directory.lock
         self._me, self._check_limit, self._perform = agent.directory.me.id, check_limit, perform
@@ -192,9 +186,8 @@ class RefServer:
             check_fork(self._table, message, source.worker, self._me)
             self._agent.check_asker(source)
             self._table.owned.forget_acked(source.worker, message.acked_below)
-            verdict = self._table.owned.fork_arrived(
-                message.ref, message.fork, source.worker, message.n
-            )
+            asked = (message.ref, message.fork, source.worker, message.n)
+            verdict = self._table.owned.fork_arrived(*asked)
         self._answer(source, Counted(verdict.value))
 
     def _serve_expected(self, message: QueryFork, _: Payload, source: Source) -> None:
@@ -243,11 +236,9 @@ class RefServer:
 
     def answer_arrived(self, forks: Sequence[ForkId], source: WorkerId) -> None:
         """The answer to a call of this worker accepts forks that were made for it."""
-        actions: list[Action] = []
         with self._lock:
-            for fork in forks:
-                actions += self._accepted(fork, source)
-        self._perform(actions)
+            accepted = [self._accepted(fork, source) for fork in forks]
+        self._perform(chain.from_iterable(accepted))
 
     def _accepted(self, fork: ForkId, by: WorkerId) -> list[Action]:
         check_end(fork, self._table.taker_of(fork), by)

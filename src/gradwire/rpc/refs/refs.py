@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, final
 
 from gradwire.agent.agent import Agent, Outcome
@@ -117,9 +118,8 @@ class Refs:
     """
 
     def __init__(self, agent: Agent, make: Callable[[RefHandle], object]) -> None:
+        self._agent, self.make = agent, make
         me = self._me = agent.directory.myself
-        self._agent = agent
-        self.make = make
         self._lock = agent.directory.lock
         self._counted = threading.Condition(self._lock)
         self._table = RefTable(me.id, first=first_of(me.incarnation))
@@ -168,8 +168,7 @@ class Refs:
     def value_here(self, handle: RefHandle, deadline: float) -> object:
         """The value, on its owner, once made; raises what the function that makes it raised."""
         if handle.fork is not None:
-            directory = self._agent.directory
-            me, owner = directory.me, directory.name(handle.owner)
+            me, owner = self._agent.directory.me, self._agent.directory.name(handle.owner)
             raise UsageError(
                 f"For {handle.ref}, can't call localValue() on user {me}. Call it on owner {owner}",
                 hint="to_here() fetches a copy of the value",
@@ -297,15 +296,12 @@ class Refs:
         if fork is None or not uncounted(fork):
             return
 
-        def is_counted() -> bool:
-            return not uncounted(fork)
-
         def sleep() -> None:
             left = min(max(0.0, deadline - self._agent.clock.now()), threading.TIMEOUT_MAX)
             with self._counted:
-                self._counted.wait_for(is_counted, left)
+                self._counted.wait_for(lambda: not uncounted(fork), left)
 
-        self._agent.wait(handle.owner, is_counted, sleep)
+        self._agent.wait(handle.owner, lambda: not uncounted(fork), sleep)
         if uncounted(fork):
             owner = self._agent.directory.name(handle.owner)
             raise CallTimeout(f"{owner} did not count {fork} of {handle.ref} in time")
@@ -313,17 +309,15 @@ class Refs:
     def wait_until_all_counted(self, references: Sequence[Reference], deadline: float) -> None:
         """The same for the references of one message."""
         for came in references:
-            if came.owner != self._agent.directory.me.id:
+            if came.owner != self._me.id:
                 handle = RefHandle(came.ref, came.owner, came.fork, came.incarnation)
                 self.wait_until_counted(handle, deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """The message with these references was not sent."""
-        actions: list[Action] = []
         with self._lock:
-            for made in references:
-                actions += self._table.pack_undone(made.ref, made.fork)
-        self._perform(actions)
+            undone = [self._table.pack_undone(made.ref, made.fork) for made in references]
+        self._perform(chain.from_iterable(undone))
 
     def unpacking(
         self, references: Sequence[Reference], source: WorkerId, *, is_answered: bool = False
@@ -431,7 +425,7 @@ class Refs:
         with self._lock:
             self._table.peer_joined(worker)
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case ForgetValue(ref):
