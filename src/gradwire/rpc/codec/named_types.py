@@ -120,12 +120,11 @@ def _decode_enum(walk: Decoder, node: Node) -> object:
     return _class(walk, name, Flag)(exactly(walk.value(member), int))
 
 
-def _fields_of(kind: type) -> tuple[str, ...]:
+def _fields_of(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a namedtuple or dataclass; none of another tuple that a peer names."""
     if issubclass(kind, tuple):
         return cast(tuple[str, ...], getattr(kind, "_fields", ()))
-    if dataclasses.is_dataclass(kind):
-        return tuple(field.name for field in dataclasses.fields(kind))
-    return ()
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _encode_named_tuple(walk: Encoder, value: tuple[object, ...]) -> object:
@@ -211,6 +210,10 @@ def _encode_return_type(walk: Encoder, value: tuple[object, ...]) -> object:
     return walk.children([Tag.RETURN_TYPE, type(value).__name__], value, value, by_index)
 
 
+def _decode_return_type(walk: Decoder, node: Node) -> object:
+    return _RETURN_TYPES[exactly(node[1], str)](walk.children(node, 2))
+
+
 def _encode_parts(walk: Encoder, value: Any) -> object:  # noqa: ANN401
     # A class of a higher layer, such as RemoteModule, that is sent as a few values. Its class
     # method _from_parts makes the object again, and has to check what a peer sent.
@@ -238,9 +241,7 @@ DECODERS: dict[int, TypeDecoder] = {
     Tag.ENUM: _decode_enum,
     Tag.NAMED_TUPLE: _decode_named_tuple,
     Tag.DATACLASS: _decode_dataclass,
-    Tag.RETURN_TYPE: lambda walk, node: _RETURN_TYPES[exactly(node[1], str)](
-        walk.children(node, 2)
-    ),
+    Tag.RETURN_TYPE: _decode_return_type,
     Tag.PARTS: _decode_parts,
     Tag.REGISTERED: _decode_registered,
 }

@@ -8,14 +8,13 @@ Note [Parameters]: a tensor is sent beside the pickle and stays part of the grap
 nn.Parameter among the arguments, in their containers (subclasses too: a call is a NamedTuple) or in
 the fields of a dataclass, and arrives as a plain tensor of the graph. Where no edge was recorded
 there is no graph to lose, and programs written for torch get an nn.Parameter, as from torch. Inside
-any other object, such as a module, it is copied with that object and arrives as a leaf: the code
-that receives a module may register, freeze and optimize its parameters, which a tensor with a
-grad_fn does not allow. No gradient comes back to the original, so copies are counted, and the
-caller is warned (rpc/graph_cut.py).
+any other object, such as a module, it is copied and arrives as a leaf: the code that receives a
+module may register, freeze and optimize its parameters, which a tensor with a grad_fn does not
+allow. No gradient comes back to the original, so the caller is warned (rpc/graph_cut.py).
 
-TorchScript is pickled as torch.distributed.rpc does it. A function is sent by its name, and its
-module is imported on the other worker if no TorchScript of that name is compiled there. A module is
-sent as the archive that torch saves, with copies of its parameters.
+TorchScript is pickled as torch.distributed.rpc does it: a function by its name, whose module is
+imported on the other worker if no TorchScript of that name is compiled there; a module as the
+archive that torch saves, with copies of its parameters.
 """
 
 from __future__ import annotations
@@ -113,10 +112,7 @@ def dumps(value: object) -> bytes:
 
 
 def loads(data: bytes) -> Any:  # noqa: ANN401
-    """The value that `dumps` pickled.
-
-    Never call it on bytes from a peer: see launch/pickled_arguments.py.
-    """
+    """The value that `dumps` pickled. Not for a peer's bytes: see launch/pickled_arguments.py."""
     return pickle.loads(data)
 
 
@@ -251,5 +247,5 @@ def function_named(name: str) -> Any:  # noqa: ANN401
 def module_from(data: bytes) -> ScriptModule:
     """The module of an archive. Not by torch.jit.load, which warns that it is deprecated."""
     load: Any = torch._C.import_ir_module_from_buffer
-    loaded = load(torch._C.CompilationUnit(), data, None, {}, False)
-    return cast(ScriptModule, torch.jit._recursive.wrap_cpp_module(loaded))
+    wrap: Any = torch.jit._recursive.wrap_cpp_module
+    return cast(ScriptModule, wrap(load(torch._C.CompilationUnit(), data, None, {}, False)))

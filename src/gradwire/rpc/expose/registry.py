@@ -154,7 +154,8 @@ class Registry:
         known = self._known.get(name)
         if known is not None:
             home, attribute, function = known
-            if getattr(sys.modules.get(home), attribute, None) is function:
+            current: object = getattr(sys.modules.get(home), attribute, None)
+            if current is function:
                 return function
         found = self._maybe_find(name)
         home, _, attribute = name.partition(":")
@@ -162,7 +163,8 @@ class Registry:
             top = home.partition(".")[0]
             hint = _OTHERS_HINT if _is_foreign(top) and top != "__main__" else _FUNCTION_HINT
             raise NotExposed(f"{_printable(name)} is not exposed on this worker", hint=hint)
-        if getattr(sys.modules.get(home), "__dict__", {}).get(attribute) is found:
+        defined: Mapping[str, object] = getattr(sys.modules.get(home), "__dict__", {})
+        if defined.get(attribute) is found:
             self._known[name] = home, attribute, found
         return found
 

@@ -80,9 +80,7 @@ Content = Value | Raised
 class MessageRefs:
     """A block in which a thread packs or unpacks one message: the references in it, by index.
 
-    If packing fails, `undo` takes them back.
-
-    hot: around every argument list and result that needs a walk
+    If packing fails, `undo` takes them back. hot: each argument list or result that needs a walk
     """
 
     __slots__ = ("_local", "_outer", "_undo", "deadline", "refs", "to")
