@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, final
 
+from gradwire.errors import GradwireError
+
 _PREEMPTED_EVERY = 60
 """The mean number of locks taken between two preemptions."""
 _EXIT_SECONDS = 0.5
@@ -35,6 +37,10 @@ class Unwound(BaseException):
 
 class Runaway(RuntimeError):
     """A history that does not come to an end; its message says who was running."""
+
+
+class Stuck(GradwireError):
+    """A program did not end in the time it had, or nothing could happen any more."""
 
 
 @dataclass(eq=False, slots=True)
