@@ -24,7 +24,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, final
@@ -59,13 +59,10 @@ class Lock:
         if scheduler.current.is_unwinding:
             raise Unwound
         scheduler.maybe_preempt()
-        if self._is_held:
-            if not blocking:
+        until = scheduler.deadline(timeout)
+        while self._is_held:
+            if not blocking or not scheduler.block(self._waits, until):
                 return False
-            until = scheduler.deadline(timeout)
-            while self._is_held:
-                if not scheduler.block(self._waits, until):
-                    return False
         self._is_held = True
         return True
 
@@ -236,24 +233,18 @@ class Thread(Task):
         self,
         scheduler: Scheduler,
         group: None = None,
-        target: Callable[..., object] | None = None,
+        target: Callable[..., object] = lambda: None,
         name: str | None = None,
         args: Iterable[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         daemon: bool | None = None,
     ) -> None:
-        super().__init__(scheduler, name or "thread")
-        self._target, self._args, self._kwargs = target, tuple(args), dict(kwargs or {})
+        super().__init__(scheduler, name or "thread", partial(target, *args, **(kwargs or {})))
         self.daemon = bool(daemon)
 
     def start(self) -> None:
-        self.scheduler.start(self, self.scheduler.me().process, self._run)
-
-    def _run(self) -> None:
-        target, self._target = self._target, None
-        if target is not None:
-            target(*self._args, **self._kwargs)
+        self.scheduler.start(self, self.scheduler.me().process)
 
 
 def thread(
@@ -280,16 +271,14 @@ class Timer(Thread):
         args: Iterable[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._cancelled = Event(scheduler)
+        cancelled = Event(scheduler)
+        self.cancel = cancelled.set
 
         def later(*args: object, **kwargs: object) -> None:
-            if not self._cancelled.wait(interval):
+            if not cancelled.wait(interval):
                 function(*args, **kwargs)
 
         super().__init__(scheduler, target=later, name="timer", args=args, kwargs=kwargs)
-
-    def cancel(self) -> None:
-        self._cancelled.set()
 
 
 # -- in their place
@@ -306,9 +295,12 @@ def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable
     return made
 
 
-def _copy(module: ModuleType, **changed: object) -> ModuleType:
+def _copy(module: ModuleType, *things: Any, **named: Callable[..., Any]) -> ModuleType:  # noqa: ANN401
+    """The module, with these in the place of what it has under their names."""
     copied = ModuleType(module.__name__)
-    vars(copied).update(vars(module) | changed)
+    vars(copied).update(vars(module))
+    for name, thing in ({thing.__name__: thing for thing in things} | named).items():
+        setattr(copied, name, _either(getattr(module, name), thing))
     return copied
 
 
@@ -316,27 +308,14 @@ _OURS = re.compile(r"gradwire\.(?!testing\.simulate)")
 _ROOM = 20
 """Threads are short-lived here, and programs not deep: room for more is most of a thread's work."""
 
-_simple_queue = _either(queue.SimpleQueue, SimpleQueue)
+_now = attrgetter("now")
 _instead: dict[int, object] = {
     id(threading): _copy(
-        threading,
-        Lock=_either(threading.Lock, Lock),
-        RLock=_either(threading.RLock, RLock),
-        Condition=_either(threading.Condition, Condition),
-        Event=_either(threading.Event, Event),
-        Thread=_either(threading.Thread, Thread),
-        Timer=_either(threading.Timer, Timer),
-        current_thread=_either(threading.current_thread, Scheduler.me),
+        threading, Lock, RLock, Condition, Event, Thread, Timer, current_thread=Scheduler.me
     ),
-    id(time): _copy(
-        time,
-        **dict.fromkeys(
-            ("monotonic", "perf_counter", "time"), _either(time.monotonic, attrgetter("now"))
-        ),
-        sleep=_either(time.sleep, sleep),
-    ),
-    id(queue): _copy(queue, SimpleQueue=_simple_queue),
-    id(queue.SimpleQueue): _simple_queue,
+    id(time): _copy(time, sleep, monotonic=_now, perf_counter=_now, time=_now),
+    id(queue): _copy(queue, SimpleQueue),
+    id(queue.SimpleQueue): _either(queue.SimpleQueue, SimpleQueue),
     id(threads.thread): _either(threads.thread, thread),
 }
 

@@ -59,8 +59,8 @@ class Task:
     ident: int | None = None
     daemon = True
 
-    def __init__(self, scheduler: Scheduler, name: str) -> None:
-        self.name, self.scheduler = name, scheduler
+    def __init__(self, scheduler: Scheduler, name: str, target: Callable[[], object]) -> None:
+        self.name, self.scheduler, self.target = name, scheduler, target
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
         self.is_unwinding = self.over = False
@@ -133,15 +133,16 @@ class Scheduler:
 
     def spawn(self, name: str, process: Process, target: Callable[[], None]) -> Task:
         """A new thread; it begins when the seed chooses it."""
-        return self.start(Task(self, name), process, target)
+        task = Task(self, name, target)
+        self.start(task, process)
+        return task
 
-    def start(self, task: Task, process: Process, target: Callable[[], None]) -> Task:
+    def start(self, task: Task, process: Process) -> None:
         """Likewise for one that was made before."""
         task.process, task.ident = process, id(task)
         self._tasks.append(task)
-        _thread.start_new_thread(self._begin, (task, target))
+        _thread.start_new_thread(self._begin, (task,))
         self._ready.append(task)
-        return task
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> bool:
         """Let them run until the moment has come or nothing more can happen; True if it is done."""
@@ -297,18 +298,18 @@ class Scheduler:
         while self._at_once:
             self._at_once.pop(0)()
 
-    def _begin(self, task: Task, target: Callable[[], None]) -> None:
+    def _begin(self, task: Task) -> None:
         task.baton.acquire()
         _here.scheduler = self
         try:
             if not task.is_unwinding:
-                target()
+                task.target()
         except Unwound:
             pass
         except BaseException as error:
             self.errors.append((task.name, error))
         finally:
-            del target  # what it holds ends in this thread, with the baton
+            del task.target  # what it holds ends in this thread, with the baton
             task.over = True
             self.wake(task.waiters, len(task.waiters))
             self._pass_to(self._choose())
