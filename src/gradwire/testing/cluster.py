@@ -18,7 +18,6 @@ from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.errors import PeerLost, UsageError
-from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.expose.registry import listed
@@ -70,7 +69,7 @@ class Cluster(Sequence[ClusterWorker]):
         self._clock, self._behavior = clock, behavior or NATIVE
         self._transports = Transports({"memory": MemoryNetwork(limits=self._options.limits)})
         self._secret = fresh_secret()
-        self._started: list[Worker] = []
+        self._running = ExitStack()
         listeners = [self._transports.listen(f"memory://w{id}") for id in range(n)]
         self._places = [Member(id, f"w{id}", listeners[id].address) for id in range(n)]
         self._members = [ClusterWorker(self._start(id, made)) for id, made in enumerate(listeners)]
@@ -103,13 +102,10 @@ class Cluster(Sequence[ClusterWorker]):
     def trace(self) -> Iterator[list[str]]:
         """The events of all workers inside the block, as lines, in the order they happened."""
         lines: list[str] = []
-
-        def note(event: Event) -> None:
-            lines.append(str(event))
-
         with ExitStack() as stack:
             for member in self._members:
-                stack.enter_context(member.worker.events.subscribe(note))
+                events = member.worker.events
+                stack.enter_context(events.subscribe(lambda event: lines.append(str(event))))
             yield lines
 
     def _start(self, id: int, listener: Listener) -> Worker:
@@ -128,7 +124,7 @@ class Cluster(Sequence[ClusterWorker]):
             own=None if mine is None else OwnGenerator(mine, partial(drawing_from, mine)),
             interceptor=failpoints_by_environment(directory, self._clock or MonotonicClock()),
         )
-        self._started.append(worker)
+        self._running.callback(worker.close)
         return worker
 
 
@@ -151,8 +147,5 @@ def cluster(
     testing/generators.py.
     """
     workers = Cluster(n, expose, options, clock, behavior, generators)
-    try:
+    with workers._running:
         yield workers
-    finally:
-        for worker in workers._started:
-            worker.close()

@@ -101,7 +101,6 @@ class Failpoints:
     def __init__(self, directory: Directory, clock: Clock) -> None:
         self._directory, self._clock = directory, clock
         self._lock = threading.RLock()
-        self._names: dict[int, str] = {}
         self._armed: list[_Armed] = []
         self._seen: Counter[str] = Counter()
         self._asked: dict[tuple[Channel, int], str] = {}
@@ -110,13 +109,14 @@ class Failpoints:
         self._arming: set[tuple[Channel, int]] = set()
         """requests that arm, of which the rest is ignored"""
 
-    def arm(self, fault: Fault, act: Callable[[], None] | None = None) -> None:
-        """Add a fault; `act` is what the action `call` calls."""
-        if (fault.action == "call") != (act is not None):
-            raise UsageError(f"{fault}: the action `call`, and no other, needs what to call")
-        if fault.on in (None, self._directory.me.name):
-            with self._lock:
-                self._armed.append(_Armed(fault, act))
+    def arm(self, text: str, act: Callable[[], None] | None = None) -> None:
+        """Add the faults that these words describe; `act` is what the action `call` calls."""
+        for fault in map(Fault.parse, filter(str.strip, text.split(";"))):
+            if (fault.action == "call") != (act is not None):
+                raise UsageError(f"{fault}: the action `call`, and no other, needs what to call")
+            if fault.on in (None, self._directory.me.name):
+                with self._lock:
+                    self._armed.append(_Armed(fault, act))
 
     def disarm(self) -> None:
         """Remove all faults, release what is delayed, and reset the counts."""
@@ -156,7 +156,7 @@ class Failpoints:
                 return channel.send(frame, deadline)
             if asked is not None:
                 self._at("before-reply", asked, to, channel)
-        kind = self._name(frame.kind)
+        kind = _name(frame.kind)
         self._at("before-send", kind, to, channel)
         channel.send(frame, deadline)
         self._at("after-send", kind, to, channel)
@@ -169,7 +169,7 @@ class Failpoints:
 
         What the first raises is answered to the peer; the second comes when that was sent.
         """
-        name = self._name(frame.kind)
+        name = _name(frame.kind)
 
         def handle(message: Message, payload: Payload, source: Source) -> None:
             if source.request:
@@ -192,7 +192,7 @@ class Failpoints:
         frame: Frame,
     ) -> None:
         """Take an answer, with the points before and after it."""
-        name = self._name(frame.kind)
+        name = _name(frame.kind)
         self._at("before-handle", name, worker, channel)
         take(worker, frame)
         self._at("after-handle", name, worker, channel)
@@ -229,16 +229,15 @@ class Failpoints:
                 assert armed.act is not None
                 armed.act()
 
-    def _name(self, kind: int) -> str:
-        if kind not in self._names:
-            self._names = kind_names()
-        return self._names.get(kind, f"{kind:#06x}")
-
 
 def kind_names() -> dict[int, str]:
     """The names of gradwire's messages, by their kinds."""
     ours = [cls for cls in Message.__subclasses__() if cls.__module__.startswith("gradwire.")]
     return {kind_of(cls): cls.__name__ for cls in ours}
+
+
+def _name(kind: int) -> str:
+    return kind_names().get(kind, f"{kind:#06x}")
 
 
 def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
@@ -255,10 +254,9 @@ def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
 
 def failpoints_by_environment(directory: Directory, clock: Clock) -> Failpoints | None:
     """The failpoints that GRADWIRE_FAULTS asks for; None if it is not set."""
-    faults = [Fault.parse(text) for text in faults_from_environment().split(";") if text.strip()]
-    if not faults:
+    text = faults_from_environment()
+    if not text.strip("; "):
         return None
     failpoints = Failpoints(directory, clock)
-    for fault in faults:
-        failpoints.arm(fault)
+    failpoints.arm(text)
     return failpoints

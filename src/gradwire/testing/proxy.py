@@ -316,8 +316,7 @@ class _Pair:
         with changed:
             if seconds:
                 changed.wait_for(lambda: self._is_over, seconds)
-            while way in self._proxy.stalled and not self._is_over:
-                changed.wait(1.0)
+            changed.wait_for(lambda: self._is_over or way not in self._proxy.stalled)
         if self._is_over:
             raise _Ended
 
