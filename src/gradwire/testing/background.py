@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 
 from gradwire.errors import GradwireError
 
-PATIENCE = 10.0
-"""Seconds until something that should have happened counts as never happening."""
+PATIENCE = 10.0  # seconds until something that should have happened counts as never happening
 _MOMENT = 0.01
 
 T = TypeVar("T")

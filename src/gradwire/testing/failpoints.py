@@ -106,8 +106,7 @@ class Failpoints:
         self._asked: dict[tuple[Channel, int], str] = {}
         self._released = threading.Condition()
         self._releases = 0
-        self._arming: set[tuple[Channel, int]] = set()
-        """requests that arm, of which the rest is ignored"""
+        self._arming: set[tuple[Channel, int]] = set()  # requests that arm: their rest is ignored
 
     def arm(self, text: str, act: Callable[[], None] | None = None) -> None:
         """Add the faults that these words describe; `act` is what the action `call` calls."""

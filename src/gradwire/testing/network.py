@@ -81,8 +81,7 @@ class Network:
         self._lock = threading.Lock()
         self._holes: set[tuple[int, int]] = set()
         self._delay = self._jitter = self._loss = self._again = 0.0
-        self.forwarded = self.dropped = 0
-        """frames, so far"""
+        self.forwarded = self.dropped = 0  # frames, so far
 
     def address(self, i: int) -> str:
         """Where a worker in the i-th namespace listens."""

@@ -79,15 +79,14 @@ class FaultProxy:
             raise UsageError(f"a proxy speaks tcp, not {target}", hint="Options(listen='tcp://…')")
         self.random = random.Random(seed)
         self.changed = threading.Condition()
-        self.stalled: set[Way] = set()
-        """ways that nothing passes; guarded by `changed`, as all that pumps share"""
-        self.rate: float | None = None
-        self.piece = _CHUNK
-        """bytes a second, and in one piece"""
+        self.stalled: set[Way] = (
+            set()
+        )  # ways that nothing passes; guarded by `changed`, as the rest
+        self.rate: float | None = None  # bytes a second
+        self.piece = _CHUNK  # bytes at a time
         self.harms: list[_Harm] = []
         self._pairs: list[_Pair] = []
-        self.passed = {Way.THERE: 0, Way.BACK: 0}
-        """bytes that have passed each way"""
+        self.passed = {Way.THERE: 0, Way.BACK: 0}  # bytes that have passed each way
 
     @property
     def address(self) -> str:
@@ -194,7 +193,6 @@ class _Pair:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.thread = threading.Thread(target=self._run, name="proxy pump", daemon=True)
-        """ends when all is closed"""
         self.thread.start()
 
     def end(self, *, is_reset: bool = False) -> None:

@@ -28,8 +28,7 @@ TIMEOUTS = Timeouts(
     call=5, backward=8, connect=2, handshake=2, join=20, shutdown=10, suspect=2, dead=6
 )
 T = TypeVar("T")
-_NOTICED_SECONDS = 2.5
-"""The longest that the end of a worker stays unseen by its peers."""
+_NOTICED_SECONDS = 2.5  # the longest that the end of a worker stays unseen by its peers
 _SETTLED_SECONDS = 1.0
 _LOOK_SECONDS, _LOOKS = 5.0, 60
 """How often it is looked whether something is left, and how often at most: beyond every lease."""
@@ -242,10 +241,8 @@ class Outcome(Generic[T]):
     result: T | None
     error: BaseException | None
     trace: list[str]
-    counts: Counter[str]
-    """faults that were injected and events of the workers, by kind"""
-    seconds: float
-    """on the simulated clock"""
+    counts: Counter[str]  # faults that were injected and events of the workers, by kind
+    seconds: float  # on the simulated clock
 
 
 def simulate(

@@ -36,8 +36,7 @@ from gradwire.wire.message import Frame
 if TYPE_CHECKING:
     from gradwire.testing.simulate.world import World
 
-_PROOF = "proof"
-"""What bytes of a handshake are called in traces."""
+_PROOF = "proof"  # what bytes of a handshake are called in traces
 _GLANCE_SECONDS = 0.005
 _USUAL_SECONDS = 0.002
 
@@ -201,10 +200,8 @@ class SimulatedNetwork:
 
     def __init__(self, scheduler: Scheduler, world: World, capacity: int) -> None:
         self.scheduler, self.world = scheduler, world
-        self.capacity = capacity
-        """how many frames a stalled direction of a connection holds"""
-        self.links: dict[frozenset[str], Link] = {}
-        """all that were used"""
+        self.capacity = capacity  # how many frames a stalled direction of a connection holds
+        self.links: dict[frozenset[str], Link] = {}  # all that were used
         self.pool = BlockPool()
         self._listeners: dict[str, tuple[Process, MemoryListener]] = {}
         self._channels: list[SimulatedChannel] = []

@@ -48,8 +48,7 @@ class Lock:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._is_held = False
-        self._depth = 0
-        """how often an RLock was taken"""
+        self._depth = 0  # how often an RLock was taken
         self._waits: list[Wait] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:

@@ -35,8 +35,7 @@ class Node:
     factor: int
     mode: str
     is_used: bool
-    is_kept: bool = False
-    """whether the part keeps what it returns, and the graph behind it, until its next call"""
+    is_kept: bool = False  # the part keeps its result, and the graph of it, until its next call
     children: tuple[Node, ...] = ()
 
     def size(self) -> int:
@@ -53,8 +52,7 @@ class Step:
     x: tuple[int, ...]
     calls: tuple[Node, ...]
     scope: str = EVERYWHERE
-    uses_last: bool = False
-    """whether the loss depends on what the step before returned, and on its graph"""
+    uses_last: bool = False  # the loss depends on what the step before returned, and its graph
 
     def calls_before_context(self) -> int:
         """How many of the calls are made before the context is opened."""

@@ -24,8 +24,7 @@ from typing import Any, final
 
 from gradwire.errors import GradwireError
 
-_PREEMPTED_EVERY = 60
-"""The mean number of locks taken between two preemptions."""
+_PREEMPTED_EVERY = 60  # the mean number of locks taken between two preemptions
 _EXIT_SECONDS = 0.5
 
 _here = threading.local()
@@ -54,8 +53,7 @@ class Process:
 class Task:
     """One simulated thread, which its programs take for a `threading.Thread`."""
 
-    process: Process
-    """from its start on"""
+    process: Process  # from its start on
     ident: int | None = None
     daemon = True
 
@@ -65,8 +63,7 @@ class Task:
         self.baton.acquire()
         self.is_unwinding = self.over = False
         self.wait: Wait | None = None
-        self.waiters: list[Wait] = []
-        """those who join it"""
+        self.waiters: list[Wait] = []  # those who join it
         self._number = next(scheduler.numbers)
 
     def __hash__(self) -> int:
@@ -108,12 +105,10 @@ class Scheduler:
         self.random = random.Random(seed)
         self.now = 0.0
         self.switches = 0
-        self.errors: list[tuple[str, BaseException]] = []
-        """what ended a thread, with its name"""
+        self.errors: list[tuple[str, BaseException]] = []  # what ended a thread, with its name
         self.stage: Any = None
         """what the programs of a history share, for code that does not know which one it is in"""
-        self.numbers = count()
-        """none is given twice"""
+        self.numbers = count()  # none is given twice
         self._most_switches = most_switches
         self._others = _threads()
         self._ready: list[Task] = []

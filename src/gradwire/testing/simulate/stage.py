@@ -19,11 +19,9 @@ from gradwire.testing.simulate.faults import Nemesis
 from gradwire.testing.simulate.programs import TO_GRAD, TO_MAP, Script, Step
 from gradwire.testing.simulate.world import Incarnation, World
 
-Outs = list[torch.Tensor]
-"""What the calls of a step gave."""
+Outs = list[torch.Tensor]  # what the calls of a step gave
 Gradient = torch.Tensor | None
-Gradients = dict[str, Gradient]
-"""What a step gives in one process, by the names of the parts."""
+Gradients = dict[str, Gradient]  # what a step gives in one process, by the names of the parts
 
 _SLACK_SECONDS = 0.5
 _UNDO_SECONDS = 10.0
@@ -34,12 +32,10 @@ _UNDO_SECONDS = 10.0
 class MadeParameter:
     """A part that was made, where, and what its `.grad` must be."""
 
-    p: torch.Tensor
-    """and not the part itself, which ends with the last reference to it"""
+    p: torch.Tensor  # and not the part itself, which ends with the last reference to it
     incarnation: Incarnation
     grad: Gradient = None
-    root: Incarnation | None = None
-    """who differentiates into it"""
+    root: Incarnation | None = None  # who differentiates into it
     possible: Sequence[Gradient] = (None,)
     """what `.grad` was before the last step, and is after each pass of it: its root may crash"""
     is_in_doubt: bool = False
@@ -54,8 +50,7 @@ class StepRun:
         self._world, self._nemesis = world, nemesis
         self.parts: dict[str, MadeParameter] = {}
         self.executed: Counter[int] = Counter()
-        self.errors: list[str] = []
-        """of the steps that failed"""
+        self.errors: list[str] = []  # of the steps that failed
         self.violations: list[str] = []
 
     # -- what parts say

@@ -33,14 +33,12 @@ from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
 from gradwire.transport.address import Transports
 from gradwire.wire.message import IS_ANSWER, Frame
 
-ANY, BACKWARD = "any", "backward"
-"""Steps that are counted: of all frames, or of those of the autograd layer."""
+ANY, BACKWARD = "any", "backward"  # steps of all frames, or of those of the autograd layer
 
 _REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Forget", "Release"}
 """What may come twice, as each of them says of itself. So may any answer."""
 
-_REFUSED = re.compile(r"\w+ refused (\w+): \w+ releases ")
-"""What a worker logs of a Release that no correct peer sends."""
+_REFUSED = re.compile(r"\w+ refused (\w+): \w+ releases ")  # a Release that no peer should send
 
 _SECRET = Secret(b"that all workers of a world know", "a simulated world")
 
@@ -76,18 +74,16 @@ class World:
         self.options, self.expose, self.is_open = options, tuple(expose), is_open
         self.names = [f"w{n}" for n in range(workers)]
         self.incarnations: dict[str, Incarnation] = {}
-        self.counts: Counter[str] = Counter()
-        """how often each kind of event and fault happened"""
-        self._steps: Counter[str] = Counter()
-        """frames sent and arrived, by which faults are timed"""
+        self.counts: Counter[str] = Counter()  # how often each kind of event and fault happened
+        self._steps: Counter[str] = Counter()  # frames sent and arrived, by which faults are timed
         self._at_step: dict[tuple[str, int], list[Callable[[], None]]] = {}
-        self.lines: list[str] = []
-        """the history, as a person reads it"""
+        self.lines: list[str] = []  # the history, as a person reads it
         self._repeats = repeats
         self._store = HashStore() if is_open else None
         self._workers: list[Worker] = []
-        self.refusals: list[tuple[str, str]] = []
-        """whose Releases were refused, and what was said about it"""
+        self.refusals: list[
+            tuple[str, str]
+        ] = []  # whose Releases were refused, and what was logged
         self._open = ExitStack()
 
     def __enter__(self) -> World:
