@@ -29,7 +29,7 @@ from typing import final
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.timer import Clock
-from gradwire.agent.serving.dispatch import Payload, Registered, Source
+from gradwire.agent.serving.dispatch import Payload, Registered, Run, Source, TakeAnswer
 from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.options import faults_from_environment
@@ -161,9 +161,7 @@ class Failpoints:
         self._at("after-send", kind, to, channel)
         return None
 
-    def around(
-        self, frame: Frame, registered: Registered, run: Callable[..., None]
-    ) -> tuple[Registered, Callable[..., None]]:
+    def around(self, frame: Frame, registered: Registered, run: Run) -> tuple[Registered, Run]:
         """The handler with the point before it, and what runs it with the point after it.
 
         What the first raises is answered to the peer; the second comes when that was sent.
@@ -184,11 +182,7 @@ class Failpoints:
         return registered._replace(handler=handle), run_around
 
     def take_answer(
-        self,
-        take: Callable[[WorkerId, Frame], None],
-        worker: WorkerId,
-        channel: Channel,
-        frame: Frame,
+        self, take: TakeAnswer, worker: WorkerId, channel: Channel, frame: Frame
     ) -> None:
         """Take an answer, with the points before and after it."""
         name = _name(frame.kind)
