@@ -91,7 +91,6 @@ class _Armed:
     fault: Fault
     act: Callable[[], None] | None
     reached: int = 0
-    fired: bool = False
 
 
 @final
@@ -138,7 +137,7 @@ class Failpoints:
     def fired(self) -> dict[str, bool]:
         """Each fault that is armed, and whether it has happened."""
         with self._lock:
-            return {str(armed.fault): armed.fired for armed in self._armed}
+            return {str(armed.fault): armed.reached >= armed.fault.nth for armed in self._armed}
 
     def seen(self) -> dict[str, int]:
         """How often each point was reached, by its name and the kind of message."""
@@ -236,13 +235,10 @@ def _name(kind: int) -> str:
 def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
     """Whether it happens now; counts how often its point was reached."""
     fault = armed.fault
-    if armed.fired or fault.point != point or fault.kind not in (kind, "any"):
-        return False
-    if fault.peer not in (None, peer):
+    if fault.point != point or fault.kind not in (kind, "any") or fault.peer not in (None, peer):
         return False
     armed.reached += 1
-    armed.fired = armed.reached == fault.nth
-    return armed.fired
+    return armed.reached == fault.nth
 
 
 def failpoints_by_environment(directory: Directory, clock: Clock) -> Failpoints | None:

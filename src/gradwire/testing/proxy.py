@@ -56,10 +56,6 @@ class _Harm:
         self.met += 1
         return self.met == self.nth
 
-    @property
-    def has_fired(self) -> bool:
-        return self.met >= self.nth
-
 
 class _Ended(Exception):
     """The connection is over."""
@@ -132,7 +128,7 @@ class FaultProxy:
         """Everything passes, at once; what has not happened will not."""
         with self.changed:
             self.stalled, self.rate, self.piece = set(), None, _CHUNK
-            self.harms = [harm for harm in self.harms if harm.has_fired]
+            self.harms = [harm for harm in self.harms if harm.met >= harm.nth]
             self.changed.notify_all()
 
     def slow(self, bytes_per_second: float) -> None:
@@ -155,7 +151,7 @@ class FaultProxy:
     def fired(self) -> int:
         """How many of the harms have happened."""
         with self.changed:
-            return sum(harm.has_fired for harm in self.harms)
+            return sum(harm.met >= harm.nth for harm in self.harms)
 
     def _accept(self) -> None:
         while True:

@@ -86,7 +86,7 @@ class Nemesis:
 
     def _restart(self, name: str) -> None:
         world = self._world
-        if not world.incarnations[name].process.is_dead:
+        if not world.incarnations[name].is_dead:
             return
         links = [world.network.link(name, other) for other in world.names if other != name]
         if any(link.is_cut or link.is_stalled for link in links):

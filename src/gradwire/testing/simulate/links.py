@@ -107,8 +107,7 @@ class Pipe:
             if scheduler.now >= until or done():
                 raise Empty
             glance = math.inf if done is never else scheduler.now + _GLANCE_SECONDS
-            limit = min(until, glance)
-            scheduler.block(self._readers, None if limit == math.inf else limit)
+            scheduler.block(self._readers, min(until, glance))
         if self._inbox[0] is None:
             return None
         self.frames_received += 1

@@ -155,9 +155,9 @@ class Condition:
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:  # noqa: ANN401
         until = self._scheduler.deadline(timeout)
         while not (result := predicate()):
-            if until is not None and self._scheduler.now >= until:
+            if self._scheduler.now >= until:
                 break
-            self.wait(None if until is None else until - self._scheduler.now)
+            self.wait(until - self._scheduler.now)
         return result
 
     def notify(self, n: int = 1) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import _thread
 import heapq
+import math
 import os
 import random
 import threading
@@ -205,18 +206,18 @@ class Scheduler:
             raise Unwound
         return task
 
-    def deadline(self, timeout: float | None) -> float | None:
-        """When a wait of so many seconds ends; None if it does not."""
-        if timeout is None or timeout < 0 or timeout >= threading.TIMEOUT_MAX:
-            return None
+    def deadline(self, timeout: float | None) -> float:
+        """When a wait of so many seconds ends."""
+        if timeout is None or not 0 <= timeout < threading.TIMEOUT_MAX:
+            return math.inf
         return self.now + timeout
 
-    def block(self, queue: list[Wait], until: float | None = None) -> bool:
+    def block(self, queue: list[Wait], until: float = math.inf) -> bool:
         """Wait in this queue until woken; False if the moment came first."""
         task = self.me()
         wait = task.wait = Wait(task)
         queue.append(wait)
-        if until is not None:
+        if until < math.inf:
             self.at(until, lambda: self._wake(wait, False), wait)
         self._hand_on(task)
         task.wait = None

@@ -57,9 +57,8 @@ class StepRun:
 
     def made(self, name: str, p: torch.Tensor) -> None:
         """A part with this parameter was made where the thread that asks runs."""
-        process = self._world.scheduler.me().process
-        incarnation = self._world.incarnations[process.name]
-        assert incarnation.process is process
+        incarnation = self._world.scheduler.me().process
+        assert isinstance(incarnation, Incarnation)
         if name in self.parts:
             self.violate("I8", f"{name} was made twice")
         self.parts[name] = MadeParameter(p, incarnation)
@@ -144,7 +143,7 @@ class StepRun:
 
     def _alive(self, names: Iterable[str]) -> list[tuple[str, MadeParameter]]:
         made = [(name, self.parts[name]) for name in names if name in self.parts]
-        return [(name, part) for name, part in made if not part.incarnation.process.is_dead]
+        return [(name, part) for name, part in made if not part.incarnation.is_dead]
 
     def _begins(self, script: Script, step: Step, gradients: Gradients) -> None:
         for name, made in self._alive(gradients):
@@ -188,13 +187,13 @@ class StepRun:
         If its root was lost in a pass nobody knows how that ended, but it has ended one way.
         """
         made = self.parts[name]
-        if made.is_in_doubt or made.incarnation.process.is_dead:
+        if made.is_in_doubt or made.incarnation.is_dead:
             return
         if made.root is not None:
             link = self._world.network.link(made.root.name, made.incarnation.name)
             if link.is_cut or link.is_stalled:
                 return  # how the last pass ended may not have been heard
-            if made.root.process.is_dead and _values(made.p.grad) in map(_values, made.possible):
+            if made.root.is_dead and _values(made.p.grad) in map(_values, made.possible):
                 return
         self._same("I5", f".grad of {name}", made.p.grad, made.grad)
 

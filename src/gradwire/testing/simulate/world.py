@@ -43,13 +43,11 @@ _REFUSED = re.compile(r"\w+ refused (\w+): \w+ releases ")  # a Release that no 
 _SECRET = Secret(b"that all workers of a world know", "a simulated world")
 
 
-@dataclass(slots=True)
-class Incarnation:
+@dataclass(eq=False, slots=True)
+class Incarnation(Process):
     """A worker from one start to its crash; `worker` is there once it has joined."""
 
-    name: str
-    number: int
-    process: Process
+    number: int = 1
     worker: Worker | None = None
 
 
@@ -173,13 +171,13 @@ class World:
     def start_worker(self, name: str) -> None:
         """A worker starts, for the first time or again."""
         number = self.incarnations[name].number + 1 if name in self.incarnations else 1
-        it = self.incarnations[name] = Incarnation(name, number, Process(name))
+        it = self.incarnations[name] = Incarnation(name, number=number)
         self.note("starts", name, f"incarnation {number}")
-        self.scheduler.spawn(f"gradwire {name} start", it.process, partial(self._join, it))
+        self.scheduler.spawn(f"gradwire {name} start", it, partial(self._join, it))
 
     def crash(self, name: str, *, silent_for: float = 0.0) -> None:
         """It is gone in the middle of whatever it did."""
-        process = self.incarnations[name].process
+        process = self.incarnations[name]
         if not process.is_dead:
             self.scheduler.kill(process)
             self.network.crashed(process, silent_for=silent_for)
@@ -189,7 +187,7 @@ class World:
         return {
             name: it.worker
             for name, it in self.incarnations.items()
-            if it.worker is not None and not it.process.is_dead
+            if it.worker is not None and not it.is_dead
         }
 
     def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
@@ -201,7 +199,7 @@ class World:
             with it.worker.scope():
                 target()
 
-        return self.scheduler.spawn(f"{name} {what}", it.process, run)
+        return self.scheduler.spawn(f"{name} {what}", it, run)
 
     def _join(self, it: Incarnation) -> None:
         """As rpc/join.py does; in a closed world all workers are known."""
