@@ -151,10 +151,7 @@ class Host:
             self._tasks.send_bytes(child.pickled((fn, args, kwargs), f"a task of {self.name}"))
 
     def finish(self, timeout: float = _TASK_SECONDS) -> object:
-        """Return what the function started by `begin` returned, or raise what it raised.
-
-        A host that does not finish in time is stopped.
-        """
+        """The outcome of what `begin` started; a host that does not finish in time is stopped."""
         assert self._tasks is not None, f"{self.name} has not begun anything"
         with self._naming_losses():
             if not self._tasks.poll(timeout):

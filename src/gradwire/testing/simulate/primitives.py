@@ -326,8 +326,9 @@ def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
 
 
 def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
+    """Where these modules have what is replaced, and what is put there."""
     return [
-        (module, name, value)
+        (module, name, _instead[id(value)])
         for module in modules
         for name, value in list(vars(module).items())
         if id(value) in _instead
@@ -349,10 +350,7 @@ def simulated(
         if not issubclass(what.exc_type, Unwound):
             hook(what)
 
-    changes: list[tuple[Any, str, object]] = [
-        (module, name, _instead[id(value)])
-        for module, name, value in [*_places_of_ours(len(sys.modules)), *_places(modules)]
-    ]
+    changes = [*_places_of_ours(len(sys.modules)), *_places(modules)]
     changes += [(module, "ROOM", _ROOM) for module in (edges, scope, walk)]
     changes.append((sys, "unraisablehook", unraisable))
     with ExitStack() as undo, warnings.catch_warnings():

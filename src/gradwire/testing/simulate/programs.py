@@ -56,9 +56,8 @@ class Step:
 
     def calls_before_context(self) -> int:
         """How many of the calls are made before the context is opened."""
-        return {NOWHERE: len(self.calls), PARTLY: (len(self.calls) + 1) // 2, EVERYWHERE: 0}[
-            self.scope
-        ]
+        n = len(self.calls)
+        return {NOWHERE: n, PARTLY: (n + 1) // 2, EVERYWHERE: 0}[self.scope]
 
 
 @dataclass(frozen=True, slots=True)
