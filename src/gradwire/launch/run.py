@@ -22,22 +22,10 @@ from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import LAST_INCARNATION
-from gradwire.launch import child
+from gradwire.launch import child, supervise_state
 from gradwire.launch.child import WorkerSpec, maybe_exception, pickled, unpickled
-from gradwire.launch.processes import Exit, ProcessEvent, ProcessGroup, Progress
-from gradwire.launch.supervise_state import (
-    MAIN_GUARD_HINT,
-    Died,
-    Failed,
-    Overdue,
-    RunState,
-    RunTimeouts,
-    Succeeded,
-    Verdict,
-    death_error,
-    describe_exit,
-    overdue_error,
-)
+from gradwire.launch.processes import ProcessEvent, ProcessGroup
+from gradwire.launch.supervise_state import Died, Failed, Overdue, RunState, Succeeded, Verdict
 from gradwire.options import Options
 from gradwire.rpc.api import positional
 from gradwire.rpc.expose.registry import exception_name, listed
@@ -103,7 +91,7 @@ def run(
         if options.secret is None:
             write_secret(home / child.SECRET)
         workers = child.worker_specs(world_size, options, home, restarts > 0)
-        timeouts = RunTimeouts(
+        timeouts = supervise_state.RunTimeouts(
             start=options.timeouts.join,
             whole=math.inf if timeout is None else timeout,
             leave=options.timeouts.shutdown + _EXIT_SECONDS,
@@ -123,7 +111,7 @@ def _supervise(group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) 
             _note(state, spec_of[event.process], event)
         for died in state.to_restart():
             spec = workers[died.worker] = child.restarted(workers[died.worker])
-            how, when = describe_exit(died.status), died.stage.value
+            how, when = supervise_state.describe_exit(died.status), died.stage.value
             n = spec.options.incarnation
             _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
             spec_of[group.start(spec.name, child.main, spec)] = spec
@@ -132,16 +120,16 @@ def _supervise(group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) 
 
 def _note(state: RunState, spec: WorkerSpec, event: ProcessEvent) -> None:
     now, worker = time.monotonic(), spec.rank
-    match event:
-        case Exit(_, status):
+    match event.news:
+        case int(status):
             state.exited(worker, status, now)
-        case Progress(_, child.BEGUN):
+        case child.BEGUN:
             state.begun(worker)
-        case Progress(_, child.RETURNED):
+        case child.RETURNED:
             state.returned(now)
-        case Progress(_, child.LEFT):
+        case child.LEFT:
             state.left(worker)
-        case Progress(_, word):
+        case word:
             assert word == child.FAILED, f"{spec.name} said {word!r}"
             name = _failure_of(spec).type_name
             state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
@@ -174,7 +162,8 @@ def _check_program(fn: Callable[..., object]) -> None:
     # multiprocessing sets this while a spawned process imports the script.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
-            "run() was called while a worker was importing the script", hint=MAIN_GUARD_HINT
+            "run() was called while a worker was importing the script",
+            hint=supervise_state.MAIN_GUARD_HINT,
         )
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
@@ -195,13 +184,12 @@ def _raise(
 ) -> NoReturn:
     names = [spec.name for spec in workers]
     if isinstance(verdict, Overdue):
-        raise overdue_error(verdict, names, timeout)
+        raise supervise_state.overdue_error(verdict, names, timeout)
     if isinstance(verdict, Failed):
-        error = _revived(workers[verdict.worker])
-        raise error from error.__cause__
+        raise _revived(workers[verdict.worker])
     reporter = verdict.reported_by
     cause = None if reporter is None else _revived(workers[reporter])
-    raise death_error(verdict, names) from cause
+    raise supervise_state.death_error(verdict, names) from cause
 
 
 def _failure_of(spec: WorkerSpec) -> Failure:
