@@ -20,13 +20,12 @@ import pytest
 from gradwire.errors import NotTrusted, PeerLost, UsageError
 from gradwire.launch import certs
 from gradwire.options import Limits, Tls
+from gradwire.transport import tls as tls_module
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.tls import transport as tls_module
-from gradwire.transport.tls.identity import Identity
-from gradwire.transport.tls.stream import TlsSession, TlsStream
-from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.tls import TlsTransport
+from gradwire.transport.tls_session import Identity, TlsSession, TlsStream
 from gradwire.wire.message import Frame
 from tests import certificates
 from tests.certificates import DAY, job, other_job

@@ -20,7 +20,7 @@ from typing import cast, final
 from gradwire.agent.peers.directory import check_name
 from gradwire.errors import UsageError
 from gradwire.options import Tls
-from gradwire.transport.tls.identity import URI_PREFIX
+from gradwire.transport.tls_session import URI_PREFIX
 
 try:
     from cryptography import x509

@@ -123,7 +123,7 @@ def prepare(pipe: Connection, parent: int, directory: Path | None = None) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which `ProcessGroup` has blocked
     watch = partial(_end_with_parent, pipe, parent, directory)
-    threads.thread("gradwire parent watch", watch).start()
+    threads.thread(name="gradwire parent watch", target=watch).start()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -115,7 +115,7 @@ def dumps(value: object) -> bytes:
 def loads(data: bytes) -> Any:  # noqa: ANN401
     """The value that `dumps` pickled.
 
-    Never call it on bytes from a peer: see launch/pickled_arguments.py.
+    Never call it on bytes from a peer: see launch/child.py.
     """
     return pickle.loads(data)
 
