@@ -507,10 +507,10 @@ def test_bytes_can_be_taken_one_by_one_and_what_follows_stays(ends):
     near, far, _ = ends
     near.send(FRAME, soon())
     near.send(FRAME, soon())
-    assert b"".join(far._sock.recv(1) for _ in BYTES) == BYTES
+    assert b"".join(far.recv_raw(1, soon()) for _ in BYTES) == BYTES
     assert far.recv().request == 7
     with pytest.raises(BlockingIOError):
-        far._sock.recv(1, socket.MSG_DONTWAIT)
+        far._sock.recv_into(memoryview(bytearray(1)), 0, socket.MSG_DONTWAIT)
 
 
 def test_refusals_can_be_heard_of():

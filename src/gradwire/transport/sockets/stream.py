@@ -165,9 +165,7 @@ class SocketListener:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
-        self._sock = sock
-        self._wrap = wrap
-        self._on_close = on_close
+        self._sock, self._wrap, self._on_close = sock, wrap, on_close
         self._closer = SocketCloser(sock)
         self._closed = threading.Event()
         sock.setblocking(True)

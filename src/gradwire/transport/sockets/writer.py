@@ -129,7 +129,8 @@ class FrameWriter:
             with block:
                 block.fill(frame.payload)
                 prefix = encode_prefix(frame, self._flags | IN_BLOCK)
-                self._transmit([prefix, frame.head, block.note], block.ancillary, deadline)
+                note, ancillary = block.announced()
+                self._transmit([prefix, frame.head, note], ancillary, deadline)
             return
         prefix, head = encode_prefix(frame, self._flags), frame.head
         # Fewer buffers make a cheaper call.
