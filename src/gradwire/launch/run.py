@@ -24,7 +24,7 @@ from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import LAST_INCARNATION
 from gradwire.launch import child, supervise_state
 from gradwire.launch.child import WorkerSpec, maybe_exception, pickled, unpickled
-from gradwire.launch.processes import ProcessEvent, ProcessGroup
+from gradwire.launch.processes import ProcessGroup
 from gradwire.launch.supervise_state import Died, Failed, Overdue, RunState, Succeeded, Verdict
 from gradwire.options import Options
 from gradwire.rpc.api import positional
@@ -91,12 +91,14 @@ def run(
         if options.secret is None:
             write_secret(home / child.SECRET)
         workers = child.worker_specs(world_size, options, home, restarts > 0)
-        timeouts = supervise_state.RunTimeouts(
+        state = RunState(
+            world_size,
+            time.monotonic(),
             start=options.timeouts.join,
             whole=math.inf if timeout is None else timeout,
             leave=options.timeouts.shutdown + _EXIT_SECONDS,
+            restarts=restarts,
         )
-        state = RunState(world_size, timeouts, time.monotonic(), restarts=restarts)
         verdict = _supervise(group, state, workers)
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
@@ -107,32 +109,31 @@ def _supervise(group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) 
     """Start the workers, pass their events to the state, and restart those that it names."""
     spec_of = {group.start(spec.name, child.main, spec): spec for spec in workers}
     while (verdict := state.verdict(time.monotonic())) is None:
-        for event in group.events(state.next_deadline() - time.monotonic()):
-            _note(state, spec_of[event.process], event)
-        for died in state.to_restart():
-            spec = workers[died.worker] = child.restarted(workers[died.worker])
-            how, when = supervise_state.describe_exit(died.status), died.stage.value
-            n = spec.options.incarnation
-            _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
-            spec_of[group.start(spec.name, child.main, spec)] = spec
+        for number, news in group.events(state.next_deadline() - time.monotonic()):
+            spec = spec_of[number]
+            if isinstance(news, str):
+                _note(state, spec, news)
+            elif died := state.exited(spec.rank, news, time.monotonic()):
+                spec = workers[spec.rank] = child.restarted(spec)
+                how, when = supervise_state.describe_exit(died.status), died.stage.value
+                text = "%s died (%s) %s; restarted as incarnation %d"
+                _log.warning(text, spec.name, how, when, spec.options.incarnation)
+                spec_of[group.start(spec.name, child.main, spec)] = spec
     return verdict
 
 
-def _note(state: RunState, spec: WorkerSpec, event: ProcessEvent) -> None:
-    now, worker = time.monotonic(), spec.rank
-    match event.news:
-        case int(status):
-            state.exited(worker, status, now)
+def _note(state: RunState, spec: WorkerSpec, word: str) -> None:
+    match word:
         case child.BEGUN:
-            state.begun(worker)
+            state.begun(spec.rank)
         case child.RETURNED:
-            state.returned(now)
+            state.returned(time.monotonic())
         case child.LEFT:
-            state.left(worker)
-        case word:
+            state.left(spec.rank)
+        case _:
             assert word == child.FAILED, f"{spec.name} said {word!r}"
-            name = _failure_of(spec).type_name
-            state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
+            is_lost = _failure_of(spec).type_name == exception_name(PeerLost)
+            state.failed(spec.rank, time.monotonic(), of_lost_peer=is_lost)
 
 
 def check_arguments(
