@@ -34,8 +34,7 @@ from gradwire.rpc.worker import Exposed
 T = TypeVar("T")
 _log = logging.getLogger("gradwire")
 
-_EXIT_SECONDS = 10.0
-"""How long a process may take to exit after its worker has left."""
+_EXIT_SECONDS = 10.0  # for a process to exit after its worker has left
 
 
 def run(

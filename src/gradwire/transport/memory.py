@@ -1,8 +1,7 @@
 """The in-process transport, for tests, threads, notebooks, and a worker that calls itself.
 
 Frames have the same prefix and limits as on a socket and are copied once, so that code which works
-here works over a network. There are no threads and no process globals: each `MemoryNetwork` has its
-own names.
+here works over a network. There are no threads; each `MemoryNetwork` has its own names.
 """
 
 from __future__ import annotations

@@ -353,8 +353,7 @@ class SharedMemory:
     def _best_fit(self, length: int) -> Block | None:
         """The smallest free block that is large enough; among equals the most recently used."""
         sizes = range(length, _LOOSEST_FIT * length + 1)
-        fitting = [block for block in reversed(self._lent) if block.room in sizes]
-        free = [block for block in fitting if block.is_free]
+        free = [block for block in reversed(self._lent) if block.room in sizes and block.is_free]
         best = min(free, key=lambda block: block.room, default=None)
         if best is not None:
             self._lent.remove(best)

@@ -53,9 +53,8 @@ _ONE_AUTHORITY = "all certificates of a job are signed by one authority, and val
 class TlsTransport:
     """The transport for tls://host:port.
 
-    A client must complete the handshake within `patience` seconds. With more than
-    `pending_handshakes`, the oldest is dropped. `refused(kind, remote)` is called for each refused
-    client.
+    A client must complete the handshake within `patience` seconds; the oldest of more than
+    `pending_handshakes` is dropped. `refused(kind, remote)` is called for each refused client.
     """
 
     def __init__(

@@ -252,8 +252,7 @@ class FrameWriter:
     def _go_on(self, deadline: float) -> bool:
         """Finish the frame that has begun; False if the deadline passed before.
 
-        The main thread polls instead of blocking: a handler that interrupts a blocking send could
-        not send.
+        The main thread polls: a handler that interrupts a blocking send could not send.
         """
         blocks = self._unsent is not None and get_ident() != threading.main_thread().ident
         while True:
