@@ -33,7 +33,7 @@ from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener, Transport
 from gradwire.transport.shared_memory import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 
 MakeWorker = Callable[[Directory, str, RosterStore | None], Worker]

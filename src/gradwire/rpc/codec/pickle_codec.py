@@ -112,7 +112,7 @@ def dumps(value: object) -> bytes:
 
 
 def loads(data: bytes) -> Any:  # noqa: ANN401
-    """The value that `dumps` pickled. Not for a peer's bytes: see launch/pickled_arguments.py."""
+    """The value that `dumps` pickled. Not for a peer's bytes: see launch/child.py."""
     return pickle.loads(data)
 
 

@@ -26,8 +26,7 @@ from typing import final
 
 from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
 from gradwire.agent.messages import Done
-from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.directory import Member
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.requests.timer import Resender
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import BadMessage, GradwireError, PeerLost, StaleIncarnation, UsageError
