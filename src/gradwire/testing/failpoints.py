@@ -29,7 +29,7 @@ from typing import final
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.timer import Clock
-from gradwire.agent.serving.dispatch import Payload, Registered, Run, Source, TakeAnswer
+from gradwire.agent.serving.dispatch import Payload, Registered, Run, Source
 from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.options import faults_from_environment
@@ -180,9 +180,7 @@ class Failpoints:
 
         return registered._replace(handler=handle), run_around
 
-    def take_answer(
-        self, take: TakeAnswer, worker: WorkerId, channel: Channel, frame: Frame
-    ) -> None:
+    def take_answer(self, take: Run, worker: WorkerId, channel: Channel, frame: Frame) -> None:
         """Take an answer, with the points before and after it."""
         name = _name(frame.kind)
         self._at("before-handle", name, worker, channel)
