@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.agent.peers.directory import Directory
-from gradwire.agent.peers.state import Member
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.autograd.graph.context import Contexts
 
 

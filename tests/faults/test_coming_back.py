@@ -143,7 +143,7 @@ def test_a_peer_that_leaves_with_our_answer_that_it_is_ready_is_not_told_again(w
 
     def answer_the_last(source, message, *payload, deadline):
         if type(message) is Done:
-            assert eventually(lambda: 0 in shutdown._progress._confirmed)
+            assert eventually(lambda: 0 in shutdown._progress.confirmed)
         answered = answer(source, message, *payload, deadline=deadline)
         if type(message) is Done:
             agent.hang_up(0, "it has left")

@@ -13,7 +13,7 @@ import pytest
 from gradwire.__main__ import main
 from gradwire.errors import UsageError
 from gradwire.launch.certs import Folder, make
-from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.tls import TlsTransport
 
 
 def mode_of(path: Path) -> int:

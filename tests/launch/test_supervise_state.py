@@ -15,16 +15,19 @@ from gradwire.launch.supervise_state import (
     Failed,
     Overdue,
     RunState,
-    RunTimeouts,
     Succeeded,
     WorkerStage,
 )
 
-PATIENCE = RunTimeouts(start=10, whole=1000, leave=20)
+PATIENCE = {"start": 10.0, "whole": 1000.0, "leave": 20.0}
 
 
-def _at_work(workers: int = 3, patience: RunTimeouts = PATIENCE) -> RunState:
-    watch = RunState(workers, patience, 0)
+def _starting(workers: int, now: float = 0, *, restarts: int = 0, **patience: float) -> RunState:
+    return RunState(workers, now, restarts=restarts, **(PATIENCE | patience))
+
+
+def _at_work(workers: int = 3, **patience: float) -> RunState:
+    watch = _starting(workers, **patience)
     for worker in range(workers):
         watch.begun(worker)
     return watch
@@ -111,7 +114,7 @@ def test_the_caller_s_death_is_told_at_once():
 
 
 def test_a_death_before_joining_is_told_at_once():
-    watch = RunState(2, PATIENCE, 0)
+    watch = _starting(2)
     watch.exited(1, 1, 5)
 
     assert watch.verdict(5) == Died(1, 1, WorkerStage.STARTING, reported_by=None)
@@ -127,7 +130,7 @@ def test_a_process_that_breaks_while_it_ends_is_told():
 
 
 def test_those_that_do_not_start_in_time_are_told():
-    watch = RunState(3, PATIENCE, 100)
+    watch = _starting(3, 100)
     watch.begun(1)
 
     assert watch.next_deadline() == 110
@@ -141,7 +144,7 @@ def test_a_function_may_take_as_long_as_the_run():
     assert watch.next_deadline() == 1000
     assert watch.verdict(999) is None
     assert watch.verdict(1000) == Overdue((CALLER,), WorkerStage.LEAVING)
-    assert _at_work(patience=RunTimeouts(10, math.inf, 20)).next_deadline() == math.inf
+    assert _at_work(whole=math.inf).next_deadline() == math.inf
 
 
 def test_those_that_stay_too_long_are_told():
@@ -158,7 +161,7 @@ def test_those_that_stay_too_long_are_told():
 @settings(max_examples=50)
 @given(data=st.data())
 def test_a_run_ends_with_one_verdict_whatever_happens(workers, data):
-    watch, now, going = RunState(workers, PATIENCE, 0), 0.0, set(range(workers))
+    watch, now, going = _starting(workers), 0.0, set(range(workers))
     while watch.verdict(now) is None:
         deadline = watch.next_deadline()
         assert deadline > now
@@ -180,7 +183,7 @@ def test_a_run_ends_with_one_verdict_whatever_happens(workers, data):
 
 
 def _restartable(restarts: int = 1, workers: int = 3) -> RunState:
-    watch = RunState(workers, PATIENCE, 0, restarts=restarts)
+    watch = _starting(workers, restarts=restarts)
     for worker in range(workers):
         watch.begun(worker)
     return watch
@@ -189,11 +192,9 @@ def _restartable(restarts: int = 1, workers: int = 3) -> RunState:
 @pytest.mark.parametrize("worker", [CALLER, 2])
 def test_a_worker_that_died_is_started_again_and_told_once(worker):
     watch = _restartable()
-    watch.exited(worker, -9, 50)
 
+    assert watch.exited(worker, -9, 50) == Died(worker, -9, WorkerStage.WORKING)
     assert watch.verdict(50) is None
-    assert watch.to_restart() == [Died(worker, -9, WorkerStage.WORKING)]
-    assert watch.to_restart() == []
     assert watch.next_deadline() == 60
     assert watch.verdict(60) == Overdue((worker,), WorkerStage.WORKING)
     watch.begun(worker)
@@ -203,47 +204,41 @@ def test_a_worker_that_died_is_started_again_and_told_once(worker):
 def test_each_has_its_own_number_of_restarts():
     watch = _restartable()
     for worker in (1, 2):
-        watch.exited(worker, 1, 50)
+        assert watch.exited(worker, 1, 50) is not None
         watch.begun(worker)
-    assert len(watch.to_restart()) == 2
-    watch.exited(1, -9, 70)
 
-    assert watch.to_restart() == []
+    assert watch.exited(1, -9, 70) is None
     assert watch.verdict(70 + LINGER_SECONDS) == Died(1, -9, WorkerStage.WORKING, None)
 
 
 def test_one_that_cannot_import_the_script_is_not_started_again():
-    watch = RunState(2, PATIENCE, 0, restarts=5)
-    watch.exited(1, 1, 3)
+    watch = _starting(2, restarts=5)
 
-    assert watch.to_restart() == []
+    assert watch.exited(1, 1, 3) is None
     assert watch.verdict(3) == Died(1, 1, WorkerStage.STARTING, None)
 
 
 def test_one_that_is_killed_while_it_starts_is_started_again():
-    watch = RunState(2, PATIENCE, 0, restarts=5)
-    watch.exited(1, -9, 3)
+    watch = _starting(2, restarts=5)
 
-    assert watch.to_restart() == [Died(1, -9, WorkerStage.STARTING)]
+    assert watch.exited(1, -9, 3) == Died(1, -9, WorkerStage.STARTING)
 
 
 def test_nobody_is_started_again_once_the_run_has_failed():
     watch = _restartable()
     watch.failed(CALLER, 10, of_lost_peer=True)
-    watch.exited(1, -9, 11)
 
-    assert watch.to_restart() == []
+    assert watch.exited(1, -9, 11) is None
     assert watch.verdict(12) == Died(1, -9, WorkerStage.WORKING, CALLER)
 
 
 def test_who_dies_when_the_function_has_returned_died_after_return():
     watch = _restartable(workers=2)
     watch.returned(10)
-    watch.exited(1, -9, 11)
+    assert watch.exited(1, -9, 11) is None
     watch.left(CALLER)
-    watch.exited(CALLER, 0, 12)
 
-    assert watch.to_restart() == []
+    assert watch.exited(CALLER, 0, 12) is None
     assert watch.verdict(12) == Succeeded()
 
 
@@ -258,7 +253,6 @@ def test_the_death_of_the_caller_on_its_way_out_is_told():
 def test_a_failure_that_was_told_is_no_death():
     watch = _restartable()
     watch.failed(2, 10, of_lost_peer=False)
-    watch.exited(2, 1, 11)
 
-    assert watch.to_restart() == []
+    assert watch.exited(2, 1, 11) is None
     assert watch.verdict(11) == Failed(2)

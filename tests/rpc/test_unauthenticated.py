@@ -20,9 +20,8 @@ from gradwire import Limits, NotTrusted, Options, PeerLost, Timeouts, UsageError
 from gradwire.agent.links import handshake
 from gradwire.agent.links.handshake_state import HEAD_BYTES, VERSION, Dialling, body_length
 from gradwire.agent.messages import Hello
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.secret import Secret, find_secret, fresh_secret
-from gradwire.agent.peers.state import Member
 from gradwire.rpc.join import join
 from gradwire.rpc.worker import Worker
 from gradwire.testing import cluster

@@ -6,6 +6,7 @@ import doctest
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -184,6 +185,13 @@ def test_threads_that_are_not_simulated_are_left_alone():
         simulate(step, workers=2)
 
         assert workers[0].run(step) == [3.0, 3.0]
+
+
+def test_threads_that_are_not_simulated_read_the_real_clocks():
+    with primitives.simulated([own], lambda record: False):
+        for clock in ("time", "monotonic", "perf_counter"):
+            assert 0 <= getattr(own.time, clock)() - getattr(time, clock)() + 1 < 60
+        assert own.time is not time
 
 
 def test_the_example_in_the_documentation_is_true():

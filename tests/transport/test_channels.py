@@ -20,7 +20,7 @@ from gradwire.testing.conformance import (
 from gradwire.transport.base import Channel, Transport
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 from gradwire.wire.message import Frame
 from tests.certificates import job

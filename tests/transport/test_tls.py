@@ -20,13 +20,12 @@ import pytest
 from gradwire.errors import NotTrusted, PeerLost, UsageError
 from gradwire.launch import certs
 from gradwire.options import Limits, Tls
+from gradwire.transport import tls as tls_module
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.tls import transport as tls_module
-from gradwire.transport.tls.identity import Identity
-from gradwire.transport.tls.stream import TlsSession, TlsStream
-from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.tls import TlsTransport
+from gradwire.transport.tls_session import Identity, TlsSession, TlsStream
 from gradwire.wire.message import Frame
 from tests import certificates
 from tests.certificates import DAY, job, other_job
@@ -508,10 +507,10 @@ def test_bytes_can_be_taken_one_by_one_and_what_follows_stays(ends):
     near, far, _ = ends
     near.send(FRAME, soon())
     near.send(FRAME, soon())
-    assert b"".join(far._sock.recv(1) for _ in BYTES) == BYTES
+    assert b"".join(far.recv_raw(1, soon()) for _ in BYTES) == BYTES
     assert far.recv().request == 7
     with pytest.raises(BlockingIOError):
-        far._sock.recv(1, socket.MSG_DONTWAIT)
+        far._sock.recv_into(memoryview(bytearray(1)), 0, socket.MSG_DONTWAIT)
 
 
 def test_refusals_can_be_heard_of():

@@ -4,10 +4,9 @@ The agent owns the table of requests, sends frames, and passes inbound frames to
 handlers. Upper layers register handlers (`handle`) and listeners for lost peers (`on_peer_lost`).
 
 Note [Cancellation]: a request is cancelled when its deadline has passed, when the waiting thread
-was interrupted, when its future was cancelled, or when the inbound request that it was made for was
-itself cancelled. So cancellation spreads from worker to worker. Inbound requests are cancelled too
-when their connection ends. One that has not begun is dropped. One that runs cannot be stopped from
-outside: it is marked, and its next use of gradwire raises.
+was interrupted, when its future was cancelled, or with the inbound request that it was made for. So
+cancellation spreads from worker to worker. Inbound requests are cancelled too when their connection
+ends. One that has not begun is dropped. One that runs is marked: its next use of gradwire raises.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from typing import TypeVar, cast, final
 import msgspec
 
 from gradwire.agent.links.connections import Connections
+from gradwire.agent.links.readers import Block, IsDone
 from gradwire.agent.membership.heartbeat import Heartbeat
 from gradwire.agent.messages import Cancel, Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
-from gradwire.agent.requests.promise import Pending, Promise, RequestTable, gone, unsent
+from gradwire.agent.requests.promise import Pending, Promise, RequestTable, unsent
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Lane, Payload, Source, payload_of
 from gradwire.agent.serving.thread_pool import Job, mine
@@ -39,8 +39,7 @@ from gradwire.transport.base import Channel
 from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, encode
 
 _log = logging.getLogger("gradwire")
-_FAILURE_SECONDS = _CANCEL_SECONDS = 10.0
-"""How long sending these may take. The worker that waits for an error has a deadline of its own."""
+_SEND_SECONDS = 10.0  # to send a Failure or a Cancel; the peer that waits has a deadline of its own
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -86,7 +85,6 @@ class Agent:
         self._connections, self.unreached = connections, connections.unreached
         self.describe = partial(describe, worker=me, name_of=name_of)
         self.revive = partial(revive, type_of=type_of)
-        """an exception of this worker as data, and one of a peer, to raise here"""
         self._closing = threading.Lock()
         self._calls = RequestTable()
         locks = (self.timer.lock, self.dispatch.user.lock, self.dispatch.service.lock)
@@ -109,15 +107,15 @@ class Agent:
             on_frame=self._frame_came,
             on_joined=self._joined,
             on_opened=self._heartbeat.channel_opened,
-            on_end=self._channel_ended,
+            on_end=self._ended,
             on_reborn=self._lost,
             contexts_opened=contexts_opened,
         )
 
     def on_peer_lost(self, listener: OnLost) -> None:
-        """Add a listener for the end of the last connection to a worker, or its new incarnation.
+        """Add a listener for the loss of a worker; it must not block.
 
-        The directory knows the new incarnation by then. The listener must not block.
+        A new incarnation means that the earlier one is lost; the directory knows the new one then.
         """
         self._lost_listeners.append(listener)
 
@@ -130,8 +128,8 @@ class Agent:
     ) -> None:
         """Set the listeners for an answer: `came` for each one with a true `concerns(message)`.
 
-        These two are called on the thread that reads, before the answer is there for those who
-        wait, so they must not block. `late` releases what an answer holds that came too late.
+        These two are called by the thread that reads, before the waiting thread has the answer, so
+        they must not block. `late` releases what an answer holds that came too late.
         """
         self._answer_listeners[message_type] = concerns, came, late
 
@@ -179,10 +177,9 @@ class Agent:
             frame = _make_frame(message, payload, self.limits, n)
             if via is None:
                 via = entry.via = self._connections.to(to, deadline)
-            if self.interceptor is None:
-                via.send(frame, deadline)
-            else:
-                self.interceptor.send(to, via, frame, deadline)
+            catch = self.interceptor
+            send = via.send if catch is None else partial(catch.send, to, via)
+            send(frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
             self._connections.await_end(to, via, error, deadline)
@@ -214,10 +211,9 @@ class Agent:
         channel = None
         try:
             channel = self._connections.to(to, deadline)
-            if self.interceptor is None:
-                channel.send(frame, deadline)
-            else:
-                self.interceptor.send(to, channel, frame, deadline)
+            catch = self.interceptor
+            send = channel.send if catch is None else partial(catch.send, to, channel)
+            send(frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
             self._connections.await_end(to, channel, error, deadline)
             raise self._named(error, to, type(message).__name__, phase) from error
@@ -229,15 +225,14 @@ class Agent:
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
-        taken = self._calls.cancelled(promise.request)
-        self._cancel(taken, why)
-        return bool(taken)
+        return self._cancel(self._calls.cancelled(promise.request), why)
 
-    def _cancel(self, requests: list[Pending], why: str) -> None:
+    def _cancel(self, requests: list[Pending], why: str) -> bool:
         for pending in requests:
             name = self.directory.name(pending.peer)
             pending.promise.settle(pending.cancelled(name, self.directory.me.id, why))
         self._send_cancels(requests)
+        return bool(requests)
 
     def _send_cancels(self, requests: list[Pending]) -> None:
         """Send a Cancel to the workers that serve these requests, which have ended here."""
@@ -249,7 +244,7 @@ class Agent:
         def send(channel: Channel, numbers: list[int]) -> None:
             try:
                 frame = _make_frame(Cancel(numbers), (), self.limits)
-                channel.send(frame, self.clock.now() + _CANCEL_SECONDS)
+                channel.send(frame, self.clock.now() + _SEND_SECONDS)
             except GradwireError:
                 self.events.emit("uncancelled", str(numbers))
 
@@ -276,13 +271,12 @@ class Agent:
         if source.request == 0 or source.cancelled:
             return False
         frame = _make_frame(message, payload, self.limits, source.request, IS_ANSWER)
+        to, channel, catch = source.worker, source.channel, self.interceptor
         try:
-            if self.interceptor is None:
-                source.channel.send(frame, deadline)
-            else:
-                self.interceptor.send(source.worker, source.channel, frame, deadline)
+            send = channel.send if catch is None else partial(catch.send, to, channel)
+            send(frame, deadline)
         except PeerLost:
-            self.events.emit("unanswered", source.request, self.directory.name(source.worker))
+            self.events.emit("unanswered", source.request, self.directory.name(to))
             return False
         return True
 
@@ -291,7 +285,7 @@ class Agent:
         return bool(self._connections.channels.get(worker))
 
     def check_asker(self, source: Source) -> None:
-        """Raise PeerLost if the peer that sent a request is gone: nobody would release its result.
+        """PeerLost if the peer that sent a request is gone: nobody would release its result.
 
         Hold the lock of the `on_peer_lost` listener around this check and the insertion of per-peer
         state, or check after the insertion; otherwise the listener can run in between and miss it.
@@ -335,9 +329,7 @@ class Agent:
             interceptor.take_answer(self._answer_came, worker, channel, frame)
         return None
 
-    def wait(
-        self, peer: WorkerId | None, done: Callable[[], bool], block: Callable[[], object]
-    ) -> None:
+    def wait(self, peer: WorkerId | None, done: IsDone, block: Block) -> None:
         """Wait until `done`: read this peer's channel for a while if no thread does, then `block`.
 
         A waiting pool thread does not count against the pool's size limit. hot: every call
@@ -345,13 +337,13 @@ class Agent:
         if done():
             return
         known = None if peer is None else self._connections.channels.get(peer)
-        channel, readers = known[0] if known else None, self._connections.readers
-        pool = mine.pool
+        channel, wait = known[0] if known else None, self._connections.readers.wait
+        pool = mine.pool  # of another worker, if a finalizer of ours runs on its thread
         if pool is None or pool.limit is None:
-            readers.wait(channel, done, block)
-            return
-        with pool.waiting():  # not ours if a finalizer runs on a pool thread of another worker
-            readers.wait(channel, done, block)
+            wait(channel, done, block)
+        else:
+            with pool.waiting():
+                wait(channel, done, block)
 
     def wait_for(self, peer: WorkerId | None, promise: Promise[T]) -> T:
         """The outcome of a promise that a message of this peer settles. hot: every call"""
@@ -401,7 +393,7 @@ class Agent:
         if len(encode(failure)) > self.limits.head:
             failure = clipped(failure, self.limits.head // 8)
         try:
-            self.answer(source, failure, deadline=self.clock.now() + _FAILURE_SECONDS)
+            self.answer(source, failure, deadline=self.clock.now() + _SEND_SECONDS)
         except GradwireError:
             _log.exception("%s could not tell %s of an error", me, name)
 
@@ -413,9 +405,7 @@ class Agent:
         self._send_cancels(late)
         return following
 
-    def _channel_ended(
-        self, worker: WorkerId, channel: Channel, reason: GradwireError, last: bool
-    ) -> None:
+    def _ended(self, worker: WorkerId, channel: Channel, reason: GradwireError, last: bool) -> None:
         lost = self._calls.channel_lost(channel)
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.noting.note(worker, reason)
@@ -430,8 +420,10 @@ class Agent:
             listener(worker)
 
     def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
+        name, where = self.directory.name(worker), f" [{link}]" if link else ""
         for listener in self._lost_listeners:
-            listener(worker, gone(self.directory.name(worker), reason, link))
+            lost = PeerLost(f"{name} was lost: {reason}{where}")
+            listener(worker, lost.about(name, link=link))
 
 
 def _make_frame(

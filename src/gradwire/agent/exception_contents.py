@@ -5,10 +5,8 @@ Plain data are None, numbers, strings, bytes, and tuples, lists, dicts and sets 
 attribute is left out; if one of `args` is not plain, all of `args` are left out.
 
 `__context__` is left out too: which exception was being handled is an accident of where this one
-was raised. The traceback, which is sent as text, shows it.
-
-The sender leaves out what exceeds the limits below. The receiver checks all of it before it is
-used. Exceptions are created in remote_errors.py, not here.
+was raised. The traceback, which is sent as text, shows it. The sender leaves out what exceeds the
+limits below; the receiver checks all of it before it is used. remote_errors.py makes exceptions.
 """
 
 from __future__ import annotations
@@ -33,13 +31,11 @@ _MOST_INT_BYTES = 1 << 10  # Python refuses to print longer integers
 NameOf = Callable[[type[BaseException]], str]
 TextOf = Callable[[BaseException], str]
 
-NOTE = "_gradwire_note"
-"""the attribute of a RemoteError that holds `Failure.note`; it is not sent on"""
+NOTE = "_gradwire_note"  # the attribute of a RemoteError that holds `Failure.note`; not sent on
 _OF_FAILURE = {"hint", "worker", "peer", "link", "phase", "type_name", "remote_traceback"}
 OURS = frozenset({"args", "message", NOTE} | _OF_FAILURE)
 """attributes of RemoteError, which those of another exception must not replace"""
-# Of an AttributeError: the object that lacks the attribute, which the user did not mean to send.
-_LEFT_OUT = frozenset({"obj"})
+_LEFT_OUT = "obj"  # of an AttributeError: the object, which the user did not mean to send
 _ABSENT = object()
 
 _TUPLE, _LIST, _DICT, _SET, _FROZENSET, _BIG_INT, _SURROGATES = range(7)
@@ -194,7 +190,7 @@ class _ContentsEncoder:
         for name, slot in slots_of(type(error)).items():
             with suppress(AttributeError):  # it is empty
                 value = slot.__get__(error, type(error))
-                if value is not None and name not in _LEFT_OUT:
+                if value is not None and name != _LEFT_OUT:
                     found[name] = value
         for name, value in found.items():
             if type(name) is str and name not in OURS and not _is_special(name):
@@ -269,17 +265,17 @@ def _contents(data: Contents, depth: int) -> Contents:
     """The same with its nodes decoded."""
     if depth < 0:
         raise OverLimit("the causes and members of an exception are nested deeper than the limit")
+
+    def linked(link: Linked) -> Linked:
+        return msgspec.structs.replace(link, contents=_contents(link.contents, depth - 1))
+
     return Contents(
         None if data.args is None else [_value(node, _MOST_DEPTH) for node in data.args],
         {name: _value(node, _MOST_DEPTH) for name, node in data.attributes.items()},
         data.notes,
-        None if data.cause is None else _linked(data.cause, depth - 1),
-        [_linked(link, depth - 1) for link in data.members],
+        None if data.cause is None else linked(data.cause),
+        [linked(link) for link in data.members],
     )
-
-
-def _linked(link: Linked, depth: int) -> Linked:
-    return msgspec.structs.replace(link, contents=_contents(link.contents, depth))
 
 
 def _value(node: object, depth: int) -> object:

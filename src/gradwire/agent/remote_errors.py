@@ -12,25 +12,12 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from gradwire.agent.exception_contents import (
-    NOTE,
-    OURS,
-    Contents,
-    Linked,
-    args_of,
-    dict_of,
-    found_on,
-    members_of,
-    pack_contents,
-    set_attribute,
-    slots_of,
-    unpack_contents,
-)
+from gradwire.agent import exception_contents as data
 from gradwire.agent.messages import Failure
 from gradwire.errors import BadMessage, GradwireError, NotSerializable, RemoteError
 
@@ -40,10 +27,8 @@ _log = logging.getLogger("gradwire")
 _MOST_TEXT = 1 << 20
 _set_args = BaseException.__dict__["args"].__set__
 _set_cause = BaseException.__dict__["__cause__"].__set__
-# Set by CPython on every class that a class statement made.
-_IS_HEAP_TYPE = 1 << 9
-_MOST_TRACEBACK = 1 << 14
-"""characters of the tracebacks of all workers that an exception has passed"""
+_IS_HEAP_TYPE = 1 << 9  # set by CPython on every class that a class statement made
+_MOST_TRACEBACK = 1 << 14  # characters, of all workers that an exception has passed
 
 NameOf = Callable[[type[BaseException]], str]
 TypeOf = Callable[[str], type[BaseException] | None]
@@ -54,10 +39,10 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
 
     One that came from another worker keeps its name; each worker that it passes adds its traceback.
     """
-    trace = _safe(lambda: "".join(traceback.format_exception(error)), _MOST_TRACEBACK)
-    text, contents = _safe_text(error), b""
+    trace = _safe(lambda e: "".join(traceback.format_exception(e)), error, _MOST_TRACEBACK)
+    text, contents = _safe(_text, error), b""
     try:
-        contents = pack_contents(error, name_of, _safe_text)
+        contents = data.pack_contents(error, name_of, partial(_safe, _text))
     except Exception:  # a user's type may have properties that raise
         _log.debug("the contents of a %s were left out", type(error).__name__, exc_info=True)
     if isinstance(error, RemoteError):
@@ -77,18 +62,14 @@ def noted(failure: Failure, note: bytes) -> Failure:
 
 def note_of(error: RemoteError) -> bytes:
     """The note that the layer above has sent with this exception."""
-    return cast(bytes, dict_of(error).get(NOTE, b""))
+    return cast(bytes, data.dict_of(error).get(data.NOTE, b""))
 
 
 def clipped(failure: Failure, most: int) -> Failure:
     """The same, with the end of its traceback and the beginning of its text, to fit a limit."""
+    text, trace = failure.text[:most], failure.traceback[-most:]
     return msgspec.structs.replace(
-        failure,
-        text=failure.text[:most],
-        traceback=failure.traceback[-most:],
-        hint=None,
-        contents=b"",
-        note=b"",
+        failure, text=text, traceback=trace, hint=None, contents=b"", note=b""
     )
 
 
@@ -100,42 +81,42 @@ def revive(failure: Failure, type_of: TypeOf) -> RemoteError:
     get the failure itself.
     """
     try:
-        contents = unpack_contents(failure.contents)
+        contents = data.unpack_contents(failure.contents)
     except BadMessage:
         _log.debug("the contents of a %s were left out", failure.type_name, exc_info=True)
-        contents = Contents()
+        contents = data.Contents()
     error = _made(failure, contents, type_of)
     if failure.note:
-        dict_of(error)[NOTE] = failure.note
+        data.dict_of(error)[data.NOTE] = failure.note
     return error
 
 
-def _made(failure: Failure, contents: Contents, type_of: TypeOf) -> RemoteError:
+def _made(failure: Failure, contents: data.Contents, type_of: TypeOf) -> RemoteError:
     members = [_made_of_link(link, failure.worker, type_of) for link in contents.members]
+    error = RemoteError.__new__(RemoteError)
     original = type_of(failure.type_name)
-    error: RemoteError | None = None
-    if original is not None:
-        try:
-            error = _maybe_blank(original, contents.args, members)
-        except Exception:
-            _log.debug("%s could not be made again", failure.type_name, exc_info=True)
-    error = error or RemoteError.__new__(RemoteError)
+    try:
+        remote = _maybe_remote_type(original)  # type: ignore[arg-type]  # classes are hashable
+        if remote is not None:
+            error = _instance(remote, contents.args[0] if contents.args else None, members)
+    except Exception:  # e.g. a group whose message or members were left out
+        _log.debug("%s could not be made again", failure.type_name, exc_info=True)
     if not isinstance(error, BaseExceptionGroup):  # its constructor has set both
         _set_args(error, (failure.text,) if contents.args is None else tuple(contents.args))
-        dict_of(error)["message"] = failure.text
+        data.dict_of(error)["message"] = failure.text
     names = ("hint", "worker", "peer", "link", "phase", "type_name")
-    dict_of(error).update({name: getattr(failure, name) for name in names})
-    dict_of(error)["remote_traceback"] = failure.traceback
+    data.dict_of(error).update({name: getattr(failure, name) for name in names})
+    data.dict_of(error)["remote_traceback"] = failure.traceback
     for name, value in contents.attributes.items():
-        set_attribute(error, name, value)
+        data.set_attribute(error, name, value)
     if contents.notes:
-        dict_of(error)["__notes__"] = contents.notes
+        data.dict_of(error)["__notes__"] = contents.notes
     if contents.cause is not None:
         _set_cause(error, _made_of_link(contents.cause, failure.worker, type_of))
     return error
 
 
-def _made_of_link(link: Linked, worker: str, type_of: TypeOf) -> RemoteError:
+def _made_of_link(link: data.Linked, worker: str, type_of: TypeOf) -> RemoteError:
     """A cause or a member: its traceback is part of that of the exception that holds it."""
     failure = Failure(link.type_name, link.text, link.hint, "", link.worker or worker)
     return _made(failure, link.contents, type_of)
@@ -159,19 +140,19 @@ def fresh(error: BaseException) -> BaseException:
 def _copied(error: RemoteError) -> BaseException:
     """A copy made without the constructor, which may not accept `args`."""
     kind = type(error)
-    again = _instance(kind, error.message, members_of(error))
-    _set_args(again, args_of(error))
-    for slot in slots_of(kind).values():
+    again = _instance(kind, error.message, data.members_of(error))
+    _set_args(again, data.args_of(error))
+    for slot in data.slots_of(kind).values():
         with suppress(AttributeError, TypeError):  # it is empty or read-only
             slot.__set__(again, slot.__get__(error, kind))
-    dict_of(again).update(dict_of(error))
+    data.dict_of(again).update(data.dict_of(error))
     return again
 
 
-def _safe(text: Callable[[], str], most: int = _MOST_TEXT) -> str:
+def _safe(text_of: data.TextOf, error: BaseException, most: int = _MOST_TEXT) -> str:
     """A text as valid UTF-8 of limited length, even if printing the exception fails."""
     try:
-        said = text()
+        said = text_of(error)
     except Exception as failed:
         return f"(it cannot be printed: {type(failed).__name__})"
     if len(said) > most:  # a traceback begins on the last worker, and ends on the one that raised
@@ -190,26 +171,13 @@ def _text(error: BaseException) -> str:
     return str(error)
 
 
-def _safe_text(error: BaseException) -> str:
-    return _safe(lambda: _text(error))
+def _instance(kind: type[T], message: object, members: Sequence[BaseException]) -> T:
+    """An empty instance, made by the `__new__` of the nearest base in C: no user code runs.
 
-
-def _maybe_blank(
-    original: type[BaseException], args: list[object] | None, members: list[RemoteError]
-) -> RemoteError | None:
-    """An instance made without the original's constructor; None if that is impossible."""
-    remote = _maybe_remote_type(original)  # type: ignore[arg-type]  # classes are hashable
-    if remote is None or not issubclass(remote, BaseExceptionGroup):
-        return None if remote is None else _instance(remote)
-    if not members or not args or type(args[0]) is not str:
-        return None
-    return _instance(remote, args[0], members)
-
-
-def _instance(kind: type[T], message: str = "", members: Sequence[BaseException] = ()) -> T:
-    """An empty instance, made by the `__new__` of the nearest base in C: no user code runs."""
+    Only a group needs its message and members; the type and number of these are checked in C.
+    """
     if issubclass(kind, BaseExceptionGroup):
-        return cast(T, BaseExceptionGroup.__new__(kind, message, members))
+        return cast(T, BaseExceptionGroup.__new__(kind, cast(str, message), members))
     for base in kind.__mro__:
         if not base.__flags__ & _IS_HEAP_TYPE:
             try:
@@ -222,9 +190,9 @@ def _instance(kind: type[T], message: str = "", members: Sequence[BaseException]
 
 
 @cache
-def _maybe_remote_type(original: type[BaseException]) -> type[RemoteError] | None:
+def _maybe_remote_type(original: type[BaseException] | None) -> type[RemoteError] | None:
     """A subclass of RemoteError and `original`; None if the two cannot be combined."""
-    if not issubclass(original, Exception):
+    if original is None or not issubclass(original, Exception):
         return None
     if issubclass(original, RemoteError):
         return original
@@ -234,5 +202,6 @@ def _maybe_remote_type(original: type[BaseException]) -> type[RemoteError] | Non
     except TypeError:  # their layouts conflict
         return None
     # A property of the original with the name of a RemoteError attribute would run its code.
-    is_taken = any(hasattr(type(found_on(original, name)), "__set__") for name in OURS - {"args"})
+    found = [data.found_on(original, name) for name in data.OURS - {"args"}]
+    is_taken = any(hasattr(type(each), "__set__") for each in found)
     return None if is_taken and not issubclass(original, BaseExceptionGroup) else remote

@@ -20,7 +20,7 @@ from typing import cast, final
 from gradwire.agent.peers.directory import check_name
 from gradwire.errors import UsageError
 from gradwire.options import Tls
-from gradwire.transport.tls.identity import URI_PREFIX
+from gradwire.transport.tls_session import URI_PREFIX
 
 try:
     from cryptography import x509
@@ -72,9 +72,8 @@ class Authority:
     def new(cls) -> Authority:
         """Create an authority with a new key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = _named(f"authority {secrets.token_hex(4)} of a gradwire job")
-        public, lasts = key.public_key(), timedelta(days=_AUTHORITY_DAYS)
-        builder = _builder(name, name, public, public, lasts, is_authority=True)
+        name = f"authority {secrets.token_hex(4)} of a gradwire job"
+        builder = _builder(name, key.public_key(), timedelta(days=_AUTHORITY_DAYS), signer=None)
         return cls(builder.sign(key, hashes.SHA256()), key)
 
     @classmethod
@@ -95,8 +94,7 @@ class Authority:
 
     def write(self, folder: Folder) -> None:
         """Write certificate and key into a folder that has none yet."""
-        _write_key(folder.authority_key, self._key)
-        _write(folder.authority, self.certificate.public_bytes(_PEM), 0o644)
+        _write_pair(folder.authority, self.certificate, self._key)
 
     def enrol(
         self,
@@ -105,23 +103,20 @@ class Authority:
         lasts: timedelta,
         *,
         renew: bool = False,
-        names: Sequence[str] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """Write a new key and certificate of one worker, or of a worker of any of these `names`."""
         names = names or [worker]
         key = ec.generate_private_key(ec.SECP256R1())
-        subject, issuer = _named(names[0][:_LONGEST_COMMON_NAME]), self.certificate.subject
-        public, signer = key.public_key(), self._key.public_key()
         both = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
         uris = [x509.UniformResourceIdentifier(URI_PREFIX + name) for name in names]
         signed = (
-            _builder(subject, issuer, public, signer, lasts, is_authority=False)
+            _builder(names[0][:_LONGEST_COMMON_NAME], key.public_key(), lasts, signer=self)
             .add_extension(x509.ExtendedKeyUsage(both), critical=False)
             .add_extension(x509.SubjectAlternativeName(uris), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        _write_key(folder.key(worker), key, replace=renew)
-        _write(folder.certificate(worker), signed.public_bytes(_PEM), 0o644, replace=renew)
+        _write_pair(folder.certificate(worker), signed, key, replace=renew)
 
 
 def make(
@@ -150,15 +145,11 @@ def make(
 
 
 def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    public: ec.EllipticCurvePublicKey,
-    signer: ec.EllipticCurvePublicKey,
-    lasts: timedelta,
-    *,
-    is_authority: bool,
+    name: str, public: ec.EllipticCurvePublicKey, lasts: timedelta, signer: Authority | None
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
+    """A certificate to be signed by `signer`; one of an authority, by itself, without it."""
+    now, is_authority = datetime.now(UTC), signer is None
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     usage = x509.KeyUsage(
         digital_signature=not is_authority,
         content_commitment=False,
@@ -172,11 +163,12 @@ def _builder(
     )
     constraints = x509.BasicConstraints(is_authority, path_length=0 if is_authority else None)
     own = x509.SubjectKeyIdentifier.from_public_key(public)
-    theirs = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer)
+    signing = signer._key.public_key() if signer else public
+    theirs = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(issuer)
+        .issuer_name(signer.certificate.subject if signer else subject)
         .public_key(public)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now + min(lasts, timedelta()) - _CLOCKS_DIFFER)
@@ -188,16 +180,16 @@ def _builder(
     )
 
 
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, *, replace: bool = False) -> None:
+def _write_pair(
+    path: Path, shown: x509.Certificate, key: ec.EllipticCurvePrivateKey, *, replace: bool = False
+) -> None:
     pkcs8, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    _write(path, key.private_bytes(_PEM, pkcs8, plain), 0o600, replace=replace)
+    secret = key.private_bytes(_PEM, pkcs8, plain)
+    _write(path.with_suffix(".key"), secret, 0o600, replace=replace)
+    _write(path, shown.public_bytes(_PEM), 0o644, replace=replace)
 
 
-def _write(path: Path, data: bytes, mode: int, *, replace: bool = False) -> None:
+def _write(path: Path, data: bytes, mode: int, *, replace: bool) -> None:
     """Write a file atomically with its mode; an existing one is kept unless `replace`."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

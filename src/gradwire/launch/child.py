@@ -16,15 +16,16 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
+from gradwire import threads
 from gradwire.agent.remote_errors import describe
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
@@ -39,11 +40,8 @@ from gradwire.rpc.worker import Worker
 _log = logging.getLogger("gradwire")
 
 BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
-
-ARGUMENTS = "arguments"
-"""the file with the arguments of run(): the function, its arguments, what is exposed"""
-SECRET = "secret"
-"""the file with the secret of the run, unless its options name one"""
+ARGUMENTS = "arguments"  # the file with the function, its arguments, and what is exposed
+SECRET = "secret"  # the file with the secret of the run, unless its options name one
 _LOOK_AGAIN_SECONDS = 1.0
 FOREVER_SECONDS = 10 * 365 * 86400.0
 """How long a serving worker waits for the others in shutdown; the parent gives up sooner."""
@@ -124,10 +122,8 @@ def prepare(pipe: Connection, parent: int, directory: Path | None = None) -> Non
     """Watch the parent, ignore Ctrl-C, and flush output after each line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which `ProcessGroup` has blocked
-    watched = (pipe, parent, directory)
-    threading.Thread(
-        target=_end_with_parent, args=watched, name="gradwire parent watch", daemon=True
-    ).start()
+    watch = partial(_end_with_parent, pipe, parent, directory)
+    threads.thread(name="gradwire parent watch", target=watch).start()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

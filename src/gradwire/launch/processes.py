@@ -26,21 +26,11 @@ _KILL_SECONDS = 5.0
 _log = logging.getLogger("gradwire")
 
 
-class Progress(NamedTuple):
-    """A process reported a step, in a word."""
+class ProcessEvent(NamedTuple):
+    """A process reported a word; or it ended, with an exit status, or minus the signal's number."""
 
     process: int
-    word: str
-
-
-class Exit(NamedTuple):
-    """A process ended, with its exit status, or minus the signal that killed it."""
-
-    process: int
-    status: int
-
-
-ProcessEvent = Progress | Exit
+    news: str | int
 
 
 @final
@@ -110,14 +100,14 @@ class ProcessGroup:
         status = process.exitcode  # before the pipe, which then is complete
         try:
             while not pipe.closed and pipe.poll():
-                yield Progress(n, pipe.recv_bytes().decode())
+                yield ProcessEvent(n, pipe.recv_bytes().decode())
         except (EOFError, OSError):
             pipe.close()
         if status is not None:
             process.close()
             pipe.close()
             del self._children[n]
-            yield Exit(n, status)
+            yield ProcessEvent(n, status)
 
     def _end(self, how: Callable[[SpawnProcess], None], seconds: float) -> None:
         alive = [process for process, _ in self._children.values() if _is_alive(process)]

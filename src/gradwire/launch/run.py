@@ -22,22 +22,10 @@ from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import LAST_INCARNATION
-from gradwire.launch import child
+from gradwire.launch import child, supervise_state
 from gradwire.launch.child import WorkerSpec, maybe_exception, pickled, unpickled
-from gradwire.launch.processes import Exit, ProcessEvent, ProcessGroup, Progress
-from gradwire.launch.supervise_state import (
-    MAIN_GUARD_HINT,
-    Died,
-    Failed,
-    Overdue,
-    RunState,
-    RunTimeouts,
-    Succeeded,
-    Verdict,
-    death_error,
-    describe_exit,
-    overdue_error,
-)
+from gradwire.launch.processes import ProcessGroup
+from gradwire.launch.supervise_state import Died, Failed, Overdue, RunState, Succeeded, Verdict
 from gradwire.options import Options
 from gradwire.rpc.api import positional
 from gradwire.rpc.expose.registry import exception_name, listed
@@ -46,8 +34,7 @@ from gradwire.rpc.worker import Exposed
 T = TypeVar("T")
 _log = logging.getLogger("gradwire")
 
-_EXIT_SECONDS = 10.0
-"""How long a process may take to exit after its worker has left."""
+_EXIT_SECONDS = 10.0  # for a process to exit after its worker has left
 
 
 def run(
@@ -103,12 +90,14 @@ def run(
         if options.secret is None:
             write_secret(home / child.SECRET)
         workers = child.worker_specs(world_size, options, home, restarts > 0)
-        timeouts = RunTimeouts(
+        state = RunState(
+            world_size,
+            time.monotonic(),
             start=options.timeouts.join,
             whole=math.inf if timeout is None else timeout,
             leave=options.timeouts.shutdown + _EXIT_SECONDS,
+            restarts=restarts,
         )
-        state = RunState(world_size, timeouts, time.monotonic(), restarts=restarts)
         verdict = _supervise(group, state, workers)
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
@@ -119,32 +108,31 @@ def _supervise(group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) 
     """Start the workers, pass their events to the state, and restart those that it names."""
     spec_of = {group.start(spec.name, child.main, spec): spec for spec in workers}
     while (verdict := state.verdict(time.monotonic())) is None:
-        for event in group.events(state.next_deadline() - time.monotonic()):
-            _note(state, spec_of[event.process], event)
-        for died in state.to_restart():
-            spec = workers[died.worker] = child.restarted(workers[died.worker])
-            how, when = describe_exit(died.status), died.stage.value
-            n = spec.options.incarnation
-            _log.warning("%s died (%s) %s; restarted as incarnation %d", spec.name, how, when, n)
-            spec_of[group.start(spec.name, child.main, spec)] = spec
+        for number, news in group.events(state.next_deadline() - time.monotonic()):
+            spec = spec_of[number]
+            if isinstance(news, str):
+                _note(state, spec, news)
+            elif died := state.exited(spec.rank, news, time.monotonic()):
+                spec = workers[spec.rank] = child.restarted(spec)
+                how, when = supervise_state.describe_exit(died.status), died.stage.value
+                text = "%s died (%s) %s; restarted as incarnation %d"
+                _log.warning(text, spec.name, how, when, spec.options.incarnation)
+                spec_of[group.start(spec.name, child.main, spec)] = spec
     return verdict
 
 
-def _note(state: RunState, spec: WorkerSpec, event: ProcessEvent) -> None:
-    now, worker = time.monotonic(), spec.rank
-    match event:
-        case Exit(_, status):
-            state.exited(worker, status, now)
-        case Progress(_, child.BEGUN):
-            state.begun(worker)
-        case Progress(_, child.RETURNED):
-            state.returned(now)
-        case Progress(_, child.LEFT):
-            state.left(worker)
-        case Progress(_, word):
+def _note(state: RunState, spec: WorkerSpec, word: str) -> None:
+    match word:
+        case child.BEGUN:
+            state.begun(spec.rank)
+        case child.RETURNED:
+            state.returned(time.monotonic())
+        case child.LEFT:
+            state.left(spec.rank)
+        case _:
             assert word == child.FAILED, f"{spec.name} said {word!r}"
-            name = _failure_of(spec).type_name
-            state.failed(worker, now, of_lost_peer=name == exception_name(PeerLost))
+            is_lost = _failure_of(spec).type_name == exception_name(PeerLost)
+            state.failed(spec.rank, time.monotonic(), of_lost_peer=is_lost)
 
 
 def check_arguments(
@@ -174,7 +162,8 @@ def _check_program(fn: Callable[..., object]) -> None:
     # multiprocessing sets this while a spawned process imports the script.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
-            "run() was called while a worker was importing the script", hint=MAIN_GUARD_HINT
+            "run() was called while a worker was importing the script",
+            hint=supervise_state.MAIN_GUARD_HINT,
         )
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
@@ -195,13 +184,12 @@ def _raise(
 ) -> NoReturn:
     names = [spec.name for spec in workers]
     if isinstance(verdict, Overdue):
-        raise overdue_error(verdict, names, timeout)
+        raise supervise_state.overdue_error(verdict, names, timeout)
     if isinstance(verdict, Failed):
-        error = _revived(workers[verdict.worker])
-        raise error from error.__cause__
+        raise _revived(workers[verdict.worker])
     reporter = verdict.reported_by
     cause = None if reporter is None else _revived(workers[reporter])
-    raise death_error(verdict, names) from cause
+    raise supervise_state.death_error(verdict, names) from cause
 
 
 def _failure_of(spec: WorkerSpec) -> Failure:

@@ -37,15 +37,6 @@ class WorkerStage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class RunTimeouts:
-    """Seconds until all have started, for the whole run, and from the return to the last exit."""
-
-    start: float
-    whole: float
-    leave: float
-
-
-@dataclass(frozen=True, slots=True)
 class Succeeded:
     """The function returned, and all workers left in order."""
 
@@ -80,18 +71,21 @@ Verdict = Succeeded | Failed | Died | Overdue
 
 @final
 class RunState:
-    """The state of one run."""
+    """The state of one run.
+
+    The time limits: `start` until all have started, `whole` for the run, `leave` from the return of
+    the function to the last exit.
+    """
 
     def __init__(
-        self, workers: int, timeouts: RunTimeouts, now: float, *, restarts: int = 0
+        self, workers: int, now: float, *, start: float, whole: float, leave: float, restarts: int
     ) -> None:
         self._stages = [WorkerStage.STARTING] * workers
         self._restarts_left = [restarts] * workers
-        self._to_restart: list[Died] = []
         self._exited: set[int] = set()
-        self._timeouts = timeouts
-        self._start_by = [now + timeouts.start] * workers
-        self._end_by = now + timeouts.whole
+        self._start_seconds, self._leave_seconds = start, leave
+        self._start_by = [now + start] * workers
+        self._end_by = now + whole
         self._leave_by = math.inf
         self._death: Died | None = None
         self._failure: Failed | None = None
@@ -104,7 +98,7 @@ class RunState:
     def returned(self, now: float) -> None:
         """The function has returned; all workers are leaving."""
         self._stages[CALLER] = WorkerStage.LEAVING
-        self._leave_by = now + self._timeouts.leave
+        self._leave_by = now + self._leave_seconds
 
     def left(self, worker: int) -> None:
         """The worker has left, and will exit."""
@@ -118,15 +112,14 @@ class RunState:
             if self._death is None:
                 self._explained_at = now + (LINGER_SECONDS if of_lost_peer else 0.0)
 
-    def exited(self, worker: int, status: int, now: float) -> None:
-        """The worker's process ended."""
+    def exited(self, worker: int, status: int, now: float) -> Died | None:
+        """The worker's process ended; returns its death if it is to be restarted."""
         stage = self._stages[worker]
         if self._may_restart(worker, status):
             self._restarts_left[worker] -= 1
             self._stages[worker] = WorkerStage.STARTING
-            self._start_by[worker] = now + self._timeouts.start
-            self._to_restart.append(Died(worker, status, stage))
-            return
+            self._start_by[worker] = now + self._start_seconds
+            return Died(worker, status, stage)
         self._exited.add(worker)
         # After the return a worker is no longer needed, if it was one to be restarted before.
         is_over = self._stages[CALLER] in (WorkerStage.LEAVING, WorkerStage.LEFT)
@@ -140,6 +133,7 @@ class RunState:
             causes_failures = worker != CALLER and stage is WorkerStage.WORKING
             self._explained_at = now + (LINGER_SECONDS if causes_failures else 0.0)
             self._death = Died(worker, status, stage)
+        return None
 
     def _may_restart(self, worker: int, status: int) -> bool:
         at_work = (WorkerStage.STARTING, WorkerStage.WORKING)
@@ -152,11 +146,6 @@ class RunState:
             and self._stages[worker] in at_work
             and not could_not_import
         )
-
-    def to_restart(self) -> list[Died]:
-        """The workers that died and are to be restarted; each is returned once."""
-        due, self._to_restart = self._to_restart, []
-        return due
 
     def verdict(self, now: float) -> Verdict | None:
         """The verdict on the run; None while it goes on."""

@@ -19,7 +19,7 @@ from gradwire.ids import ContextId, WorkerId
 from gradwire.optim.messages import Abort, Agreed, Commit, Prepare, StepMessage, maybe_plain
 from gradwire.optim.shard import OptimizerHost, Options, Shard
 from gradwire.options import Timeout
-from gradwire.rpc.refs.permissions import check_incarnation
+from gradwire.rpc.refs.exchange import check_incarnation
 from gradwire.rpc.rref import RRef
 
 Answers = dict[WorkerId, Any]

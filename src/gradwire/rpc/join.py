@@ -18,10 +18,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.membership.open_world import RosterStore
 from gradwire.agent.membership.rendezvous import meet, open_store
-from gradwire.agent.peers.directory import Directory, check_name
+from gradwire.agent.peers.directory import Directory, Member, check_name
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import SignedStore, find_secret
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.current import ProcessValue, current_worker
@@ -34,7 +33,7 @@ from gradwire.transport.address import Transports
 from gradwire.transport.base import Listener, Transport
 from gradwire.transport.shared_memory import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 
 MakeWorker = Callable[[Directory, str, RosterStore | None], Worker]
@@ -75,13 +74,10 @@ def join(
     try:
         store = store if store is not None else rendezvous_store(options, rank, world_size)
         signed = SignedStore(store, secret, refusals)
-        place = (secret, transports, listener, options, expose)
 
         def make_worker(directory: Directory, job: str, roster: RosterStore | None) -> Worker:
             return Worker(
-                directory,
-                job,
-                *place,
+                *(directory, job, secret, transports, listener, options, expose),
                 store=store,
                 behavior=behavior,
                 refusals=refusals,
@@ -235,21 +231,15 @@ def listen(transports: Transports, options: Options) -> Listener:
             "insecure=True: traffic to other machines may go without TLS, where anyone on the "
             "network path can read and change it"
         )
-    if options.listen == "unix":
+    address = options.listen
+    if address == "auto":
+        host = rendezvous_host(options.init_method)
+        address = "unix" if host in _LOOPBACK else f"tcp://{_address_towards(host)}:0"
+    if address == "unix":
         return transports.listen("unix://")
-    if options.listen != "auto":
-        return transports.listen(_secured(transports, options.listen))
-    host = rendezvous_host(options.init_method)
-    if host in _LOOPBACK:
-        return transports.listen("unix://")
-    return transports.listen(_secured(transports, f"tcp://{_address_towards(host)}:0"))
-
-
-def _secured(transports: Transports, address: str) -> str:
-    """The same address over TLS, if this worker has a certificate."""
-    scheme, _, place = address.partition("://")
-    is_secured = scheme == "tcp" and "tls" in transports.schemes
-    return f"tls://{place}" if is_secured else address
+    if "tls" in transports.schemes and address.startswith("tcp://"):
+        address = "tls" + address.removeprefix("tcp")  # this worker has a certificate
+    return transports.listen(address)
 
 
 def _address_towards(host: str) -> str:

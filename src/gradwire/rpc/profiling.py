@@ -1,10 +1,6 @@
-"""The names of calls in a profile.
+"""The names of calls in a profile: those of torch.distributed.rpc, which its users know.
 
-They are those of torch.distributed.rpc, so that its users find what they know. The range of
-`rpc_async` and `remote` ends when the call is on its way.
-
-A profiler sees the thread that started it. What peers ask of a worker runs on gradwire's threads;
-to see that too, give it `experimental_config=_ExperimentalConfig(profile_all_threads=True)`.
+The range of `rpc_async` and `remote` ends when the call is on its way.
 """
 
 from __future__ import annotations

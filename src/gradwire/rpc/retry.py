@@ -43,8 +43,7 @@ class Attempt:
     """
 
     def __init__(self, number: int, is_last: bool, error: BaseException | None) -> None:
-        self.number, self.error = number, error
-        self._is_last = is_last
+        self.number, self._is_last, self.error = number, is_last, error
         self.failure: BaseException | None = None
         """the error that ended the block, if it was the loss of a worker"""
         self.is_done = False
@@ -90,9 +89,8 @@ def retrying(
     if times < 1:
         raise UsageError(f"retrying(times={times}) would never try")
     worker: Worker = current_worker.find()
-    names = [info.name for info in worker.directory.others()]
-    if workers is not None:
-        names = [one if isinstance(one, str) else one.name for one in workers]
+    awaited = worker.directory.others() if workers is None else workers
+    names = [one if isinstance(one, str) else one.name for one in awaited]
 
     def attempts() -> Iterator[Attempt]:
         error: BaseException | None = None
@@ -164,9 +162,9 @@ def can_repeat(
     """Whether a call that failed may be repeated: then its worker is back, and was waited for."""
     if getattr(function, _MARK, False) is not True or current_context() is not None:
         return False
-    if isinstance(error, RemoteError | StaleIncarnation | NotTrusted):
-        return False  # the worker was not lost, or a repetition would fail as well
-    if worker.agent.clock.now() >= deadline:
+    # After these the worker was not lost, or a repetition would fail as well.
+    is_useless = isinstance(error, RemoteError | StaleIncarnation | NotTrusted)
+    if is_useless or worker.agent.clock.now() >= deadline:
         return False
     _wait_until_back(worker, [worker.directory.name(to)], deadline, error)
     return True

@@ -104,10 +104,9 @@ class RRef(Generic[T]):
             return
         if dist_autograd_ctx_id == -1:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        deadline = self._home.backward_deadline(DEFAULT)
-        self._home.calls.backward_from(
-            self.handle, dist_autograd_ctx_id, retain_graph=retain_graph, deadline=deadline
-        )
+        context, deadline = dist_autograd_ctx_id, self._home.backward_deadline(DEFAULT)
+        calls = self._home.calls
+        calls.backward_from(self.handle, context, retain_graph=retain_graph, deadline=deadline)
 
     def rpc_sync(self, timeout: Timeout = DEFAULT) -> Any:  # noqa: ANN401
         """`rref.rpc_sync().method(…)` runs the method on the owner and returns its result."""
@@ -158,10 +157,9 @@ class MethodProxy:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             rref = self._rref
-            home, handle = rref._home, rref.handle
             first = rref._lent() if self._waits else rref
             target = Target(f".{name}", (first, *args), kwargs)
-            return self._call(handle.owner, target, home.deadline(self._timeout))
+            return self._call(rref.handle.owner, target, rref._home.deadline(self._timeout))
 
         method.__name__ = name
         return method

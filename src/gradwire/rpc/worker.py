@@ -42,8 +42,7 @@ from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.pickle_codec import PickleCodec, sent_exception
 from gradwire.rpc.expose.registry import Registry, exception_name
-from gradwire.rpc.recompute.checkpoint_hooks import wrap_checkpoints
-from gradwire.rpc.recompute.checkpoint_run import PROCESS, Generators
+from gradwire.rpc.recompute.checkpoint_run import PROCESS, Generators, wrap_checkpoints
 from gradwire.rpc.refs.handles_state import LentRef
 from gradwire.rpc.refs.refs import Refs
 from gradwire.rpc.rref import RRef

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from gradwire.errors import GradwireError
 
-PATIENCE = 10.0
-"""Seconds until something that should have happened counts as never happening."""
+PATIENCE = 10.0  # seconds until something that should have happened counts as never happening
 _MOMENT = 0.01
 
 T = TypeVar("T")
@@ -20,17 +20,15 @@ class Background(Generic[T]):
     """A function on a thread of its own, and what became of it."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._outcome: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="conformance", daemon=True)
+        self._future: Future[T] = Future()
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[], T]) -> None:
         try:
-            self._outcome.append(self._function())
+            self._future.set_result(function())
         except BaseException as error:
-            self._error = error
+            self._future.set_exception(error)
 
     def is_blocked(self) -> bool:
         """Whether it is still at it after a moment; one that must block always is."""
@@ -41,9 +39,7 @@ class Background(Generic[T]):
         """What it returned, or raise what it raised."""
         self._thread.join(PATIENCE)
         expect(not self._thread.is_alive(), f"still blocked after {PATIENCE:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._outcome[0]
+        return self._future.result(0)
 
     def error(self, kind: type[E]) -> E:
         """What it raised."""

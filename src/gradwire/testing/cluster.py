@@ -14,12 +14,10 @@ from typing import ParamSpec, TypeVar, final
 import torch
 
 from gradwire.agent.devices.links import Drivers, drivers_of_this_process
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.secret import fresh_secret
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.errors import PeerLost, UsageError
-from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.expose.registry import listed
@@ -32,6 +30,7 @@ from gradwire.transport.memory import MemoryNetwork
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_Start = Callable[[Directory, Listener], Worker]
 
 
 @final
@@ -55,28 +54,12 @@ class ClusterWorker:
 class Cluster(Sequence[ClusterWorker]):
     """The workers, by number; made by `cluster`."""
 
-    def __init__(
-        self,
-        n: int,
-        expose: Exposed,
-        options: Options | None,
-        clock: Clock | None,
-        behavior: Behavior | None,
-        generators: Sequence[torch.Generator] | None,
-        drivers: Drivers | None,
-    ) -> None:
-        self._drivers = drivers or drivers_of_this_process
-        if generators is not None and len(generators) != n:
-            raise UsageError(f"{n} workers were given {len(generators)} generators")
-        self._generators = generators
-        self._options, self._expose = options or Options(), listed(expose)
-        self._clock, self._behavior = clock, behavior or NATIVE
-        self._transports = Transports({"memory": MemoryNetwork(limits=self._options.limits)})
-        self._secret = fresh_secret()
-        self._started: list[Worker] = []
-        listeners = [self._transports.listen(f"memory://w{id}") for id in range(n)]
+    def __init__(self, n: int, transports: Transports, start: _Start) -> None:
+        self._transports, self._start = transports, start
+        listeners = [transports.listen(f"memory://w{id}") for id in range(n)]
         self._places = [Member(id, f"w{id}", listeners[id].address) for id in range(n)]
-        self._members = [ClusterWorker(self._start(id, made)) for id, made in enumerate(listeners)]
+        workers = [start(Directory(id, self._places), listeners[id]) for id in range(n)]
+        self._members = [ClusterWorker(worker) for worker in workers]
 
     def __getitem__(self, n: int) -> ClusterWorker:  # type: ignore[override]
         return self._members[n]
@@ -94,10 +77,10 @@ class Cluster(Sequence[ClusterWorker]):
         incarnation = worker.directory.myself.incarnation + 1
         listener = self._transports.listen(f"memory://{worker.name}.{incarnation}")
         self._places[n] = Member(n, worker.name, listener.address, incarnation)
-        born = self._start(n, listener)
+        born = self._start(Directory(n, self._places), listener)
         for other in born.directory.others():
             with suppress(PeerLost):  # it is not there either, and will look for us
-                limit = born.agent.clock.now() + self._options.timeouts.connect
+                limit = born.agent.clock.now() + born.options.timeouts.connect
                 born.agent.reach(other.id, limit)
         member = self._members[n] = ClusterWorker(born)
         return member
@@ -106,34 +89,11 @@ class Cluster(Sequence[ClusterWorker]):
     def trace(self) -> Iterator[list[str]]:
         """The events of all workers inside the block, as lines, in the order they happened."""
         lines: list[str] = []
-
-        def note(event: Event) -> None:
-            lines.append(str(event))
-
         with ExitStack() as stack:
             for member in self._members:
-                stack.enter_context(member.worker.events.subscribe(note))
+                events = member.worker.events
+                stack.enter_context(events.subscribe(lambda event: lines.append(str(event))))
             yield lines
-
-    def _start(self, id: int, listener: Listener) -> Worker:
-        mine = None if self._generators is None else self._generators[id]
-        directory = Directory(id, self._places)
-        worker = Worker(
-            directory,
-            "cluster",
-            self._secret,
-            self._transports,
-            listener,
-            self._options,
-            self._expose,
-            self._clock,
-            behavior=self._behavior,
-            drivers=self._drivers,
-            own=None if mine is None else OwnGenerator(mine, partial(drawing_from, mine)),
-            interceptor=failpoints_by_environment(directory, self._clock or MonotonicClock()),
-        )
-        self._started.append(worker)
-        return worker
 
 
 @contextmanager
@@ -153,11 +113,30 @@ def cluster(
     ...     workers[0].run(gradwire.rpc_sync, "w1", torch.sin, args=(x,))
 
     They share the default generator of the process, unless each is given one of its own; see
-    testing/generators.py. `drivers` may give them pretended devices; see testing/pretend.py.
+    testing/generators.py. `drivers` may give them pretended devices; see testing/pretend.
     """
-    workers = Cluster(n, expose, options, clock, behavior, generators, drivers)
-    try:
-        yield workers
-    finally:
-        for worker in workers._started:
-            worker.close()
+    if generators is not None and len(generators) != n:
+        raise UsageError(f"{n} workers were given {len(generators)} generators")
+    options, clock, exposed = options or Options(), clock or MonotonicClock(), listed(expose)
+    transports = Transports({"memory": MemoryNetwork(limits=options.limits)})
+    job = ("cluster", fresh_secret(), transports)
+    with ExitStack() as running:
+
+        def start(directory: Directory, listener: Listener) -> Worker:
+            mine = None if generators is None else generators[directory.me.id]
+            worker = Worker(
+                directory,
+                *job,
+                listener,
+                options,
+                exposed,
+                clock,
+                behavior=behavior or NATIVE,
+                own=None if mine is None else OwnGenerator(mine, partial(drawing_from, mine)),
+                interceptor=failpoints_by_environment(directory, clock),
+                drivers=drivers or drivers_of_this_process,
+            )
+            running.callback(worker.close)
+            return worker
+
+        yield Cluster(n, transports, start)

@@ -29,7 +29,7 @@ Check: TypeAlias = Callable[[MakePair], None]
 
 _MOMENT = 0.01
 _MEGABYTE = bytes(1 << 20)
-_TOO_MUCH = [_MEGABYTE] * (MAX_BUFFERED_BYTES // len(_MEGABYTE) + 1)
+_CLOG = Frame(3, 0, 0, b"", [_MEGABYTE] * (MAX_BUFFERED_BYTES // len(_MEGABYTE) + 1))
 
 
 def frames_keep_their_order(make_pair: MakePair) -> None:
@@ -41,7 +41,7 @@ def frames_keep_their_order(make_pair: MakePair) -> None:
     ]
     with _connected(make_pair) as (here, there):
         before = there.frames_received
-        sender = Background(lambda: _send_all(here, sent))
+        sender = Background(lambda: _send(here, *sent))
         for expected in sent:
             _expect_same(there.recv(), expected)
         sender.result()
@@ -105,7 +105,7 @@ def a_large_payload_arrives(make_pair: MakePair) -> None:
         _frame(3, head=b"after"),
     ]
     with _connected(make_pair) as (here, there):
-        sender = Background(lambda: _send_all(here, frames))
+        sender = Background(lambda: _send(here, *frames))
         for frame in frames:
             _expect_same(there.recv(), frame)
         sender.result()
@@ -168,7 +168,7 @@ def close_wakes_recv(make_pair: MakePair) -> None:
 def close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
     """A thread in the middle of a frame that nobody reads, and one that waits behind it."""
     with _connected(make_pair) as (here, _):
-        senders = [Background(lambda: _clog(here)), Background(lambda: _clog(here))]
+        senders = [Background(lambda: _send(here, _CLOG, _CLOG)) for _ in range(2)]
         expect(all(sender.is_blocked() for sender in senders), "send returned, though unread")
         here.close("enough")
         for sender in senders:
@@ -178,7 +178,7 @@ def close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
 def the_peers_close_wakes_a_blocked_sender(make_pair: MakePair) -> None:
     """A peer that closes ends the wait of a thread that sends to it."""
     with _connected(make_pair) as (here, there):
-        sender = Background(lambda: _clog(here))
+        sender = Background(lambda: _send(here, _CLOG, _CLOG))
         expect(sender.is_blocked(), "send returned, though unread")
         there.close()
         _expect_says(sender.error(PeerLost), "by peer")
@@ -201,7 +201,7 @@ def a_peer_that_left_can_still_be_heard_by_one_who_sends(make_pair: MakePair) ->
     with _connected(make_pair) as (here, there):
         _send(there, _frame(7))
         there.close()
-        raised(PeerLost, lambda: _send_for_ever(here))
+        raised(PeerLost, lambda: _send(here, _CLOG, _CLOG))
         _expect_same(here.recv(), _frame(7))
         _expect_says(raised(PeerLost, here.recv), "by peer")
 
@@ -246,19 +246,22 @@ def limits_can_be_widened_later(make_pair: MakePair) -> None:
 
 def a_deadline_holds_on_a_full_pipe(make_pair: MakePair) -> None:
     """It names the peer, nothing of the frame has left, and the channel is as good as before."""
-    clog = _frame(payload=_TOO_MUCH)
     with _connected(make_pair) as (here, there):
-        sender = Background(lambda: _send(here, clog))
-        # Until the sender has begun, small frames still go; each of them is received below.
-        attempts = 1
-        while (late := _sent_in_a_moment(here, _frame(1))) is None:
-            attempts += 1
+        sender, sent = Background(lambda: _send(here, _CLOG)), [_CLOG]
+
+        def send_small_ones() -> None:
+            # Until the sender has begun, small frames still go; each of them is received below.
+            while True:
+                here.send(_frame(1), time.monotonic() + _MOMENT)
+                sent.append(_frame(1))
+
+        late = raised(DeadlinePassed, send_small_ones)
         _expect_says(late, f"{here.remote} did not accept a message before its deadline")
-        received = [there.recv() for _ in range(attempts)]
+        received = [there.recv() for _ in sent]
         sender.result()
         large = [frame for frame in received if frame.payload]
         expect(len(large) == 1, "the frame that filled the pipe did not arrive once")
-        _expect_same(large[0], clog)
+        _expect_same(large[0], _CLOG)
         _send(here, _frame(2))
         _expect_same(there.recv(), _frame(2))
 
@@ -353,31 +356,9 @@ def _soon() -> float:
     return time.monotonic() + PATIENCE
 
 
-def _send(channel: Channel, frame: Frame) -> None:
-    channel.send(frame, _soon())
-
-
-def _send_all(channel: Channel, frames: list[Frame]) -> None:
+def _send(channel: Channel, *frames: Frame) -> None:
     for frame in frames:
-        _send(channel, frame)
-
-
-def _send_for_ever(channel: Channel) -> None:
-    while True:
-        _send(channel, _frame(payload=[_MEGABYTE]))
-
-
-def _clog(channel: Channel) -> None:
-    for _ in range(2):
-        _send(channel, _frame(payload=_TOO_MUCH))
-
-
-def _sent_in_a_moment(channel: Channel, frame: Frame) -> DeadlinePassed | None:
-    try:
-        channel.send(frame, time.monotonic() + _MOMENT)
-    except DeadlinePassed as late:
-        return late
-    return None
+        channel.send(frame, _soon())
 
 
 def _expect_says(error: GradwireError, text: str) -> None:

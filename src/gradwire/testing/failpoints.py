@@ -29,7 +29,7 @@ from typing import final
 
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.requests.timer import Clock
-from gradwire.agent.serving.dispatch import Payload, Registered, Source
+from gradwire.agent.serving.dispatch import Payload, Registered, Run, Source
 from gradwire.errors import GradwireError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.options import faults_from_environment
@@ -91,7 +91,6 @@ class _Armed:
     fault: Fault
     act: Callable[[], None] | None
     reached: int = 0
-    fired: bool = False
 
 
 @final
@@ -101,22 +100,21 @@ class Failpoints:
     def __init__(self, directory: Directory, clock: Clock) -> None:
         self._directory, self._clock = directory, clock
         self._lock = threading.RLock()
-        self._names: dict[int, str] = {}
         self._armed: list[_Armed] = []
         self._seen: Counter[str] = Counter()
         self._asked: dict[tuple[Channel, int], str] = {}
         self._released = threading.Condition()
         self._releases = 0
-        self._arming: set[tuple[Channel, int]] = set()
-        """requests that arm, of which the rest is ignored"""
+        self._arming: set[tuple[Channel, int]] = set()  # requests that arm: their rest is ignored
 
-    def arm(self, fault: Fault, act: Callable[[], None] | None = None) -> None:
-        """Add a fault; `act` is what the action `call` calls."""
-        if (fault.action == "call") != (act is not None):
-            raise UsageError(f"{fault}: the action `call`, and no other, needs what to call")
-        if fault.on in (None, self._directory.me.name):
-            with self._lock:
-                self._armed.append(_Armed(fault, act))
+    def arm(self, text: str, act: Callable[[], None] | None = None) -> None:
+        """Add the faults that these words describe; `act` is what the action `call` calls."""
+        for fault in map(Fault.parse, filter(str.strip, text.split(";"))):
+            if (fault.action == "call") != (act is not None):
+                raise UsageError(f"{fault}: the action `call`, and no other, needs what to call")
+            if fault.on in (None, self._directory.me.name):
+                with self._lock:
+                    self._armed.append(_Armed(fault, act))
 
     def disarm(self) -> None:
         """Remove all faults, release what is delayed, and reset the counts."""
@@ -139,7 +137,7 @@ class Failpoints:
     def fired(self) -> dict[str, bool]:
         """Each fault that is armed, and whether it has happened."""
         with self._lock:
-            return {str(armed.fault): armed.fired for armed in self._armed}
+            return {str(armed.fault): armed.reached >= armed.fault.nth for armed in self._armed}
 
     def seen(self) -> dict[str, int]:
         """How often each point was reached, by its name and the kind of message."""
@@ -156,20 +154,18 @@ class Failpoints:
                 return channel.send(frame, deadline)
             if asked is not None:
                 self._at("before-reply", asked, to, channel)
-        kind = self._name(frame.kind)
+        kind = _name(frame.kind)
         self._at("before-send", kind, to, channel)
         channel.send(frame, deadline)
         self._at("after-send", kind, to, channel)
         return None
 
-    def around(
-        self, frame: Frame, registered: Registered, run: Callable[..., None]
-    ) -> tuple[Registered, Callable[..., None]]:
+    def around(self, frame: Frame, registered: Registered, run: Run) -> tuple[Registered, Run]:
         """The handler with the point before it, and what runs it with the point after it.
 
         What the first raises is answered to the peer; the second comes when that was sent.
         """
-        name = self._name(frame.kind)
+        name = _name(frame.kind)
 
         def handle(message: Message, payload: Payload, source: Source) -> None:
             if source.request:
@@ -184,15 +180,9 @@ class Failpoints:
 
         return registered._replace(handler=handle), run_around
 
-    def take_answer(
-        self,
-        take: Callable[[WorkerId, Frame], None],
-        worker: WorkerId,
-        channel: Channel,
-        frame: Frame,
-    ) -> None:
+    def take_answer(self, take: Run, worker: WorkerId, channel: Channel, frame: Frame) -> None:
         """Take an answer, with the points before and after it."""
-        name = self._name(frame.kind)
+        name = _name(frame.kind)
         self._at("before-handle", name, worker, channel)
         take(worker, frame)
         self._at("after-handle", name, worker, channel)
@@ -229,11 +219,6 @@ class Failpoints:
                 assert armed.act is not None
                 armed.act()
 
-    def _name(self, kind: int) -> str:
-        if kind not in self._names:
-            self._names = kind_names()
-        return self._names.get(kind, f"{kind:#06x}")
-
 
 def kind_names() -> dict[int, str]:
     """The names of gradwire's messages, by their kinds."""
@@ -241,24 +226,24 @@ def kind_names() -> dict[int, str]:
     return {kind_of(cls): cls.__name__ for cls in ours}
 
 
+def _name(kind: int) -> str:
+    return kind_names().get(kind, f"{kind:#06x}")
+
+
 def _is_due(armed: _Armed, point: str, kind: str, peer: str) -> bool:
     """Whether it happens now; counts how often its point was reached."""
     fault = armed.fault
-    if armed.fired or fault.point != point or fault.kind not in (kind, "any"):
-        return False
-    if fault.peer not in (None, peer):
+    if fault.point != point or fault.kind not in (kind, "any") or fault.peer not in (None, peer):
         return False
     armed.reached += 1
-    armed.fired = armed.reached == fault.nth
-    return armed.fired
+    return armed.reached == fault.nth
 
 
 def failpoints_by_environment(directory: Directory, clock: Clock) -> Failpoints | None:
     """The failpoints that GRADWIRE_FAULTS asks for; None if it is not set."""
-    faults = [Fault.parse(text) for text in faults_from_environment().split(";") if text.strip()]
-    if not faults:
+    text = faults_from_environment()
+    if not text.strip("; "):
         return None
     failpoints = Failpoints(directory, clock)
-    for fault in faults:
-        failpoints.arm(fault)
+    failpoints.arm(text)
     return failpoints

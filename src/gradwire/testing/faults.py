@@ -48,8 +48,7 @@ def arm(text: str = "", act: Callable[[], None] | None = None) -> None:
     points, inbound = _points(), current_inbound()
     if inbound is not None and inbound.request:
         points.ignore(inbound)
-    for words in filter(str.strip, text.split(";")):
-        points.arm(Fault.parse(words), act)
+    points.arm(text, act)
 
 
 def disarm() -> None:

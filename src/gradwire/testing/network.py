@@ -81,8 +81,7 @@ class Network:
         self._lock = threading.Lock()
         self._holes: set[tuple[int, int]] = set()
         self._delay = self._jitter = self._loss = self._again = 0.0
-        self.forwarded = self.dropped = 0
-        """frames, so far"""
+        self.forwarded = self.dropped = 0  # frames, so far
 
     def address(self, i: int) -> str:
         """Where a worker in the i-th namespace listens."""
@@ -120,9 +119,7 @@ class Network:
     def disturb(
         self, *, delay: float = 0.0, jitter: float = 0.0, loss: float = 0.0, again: float = 0.0
     ) -> None:
-        """Frames are late by `delay` and up to `jitter` seconds, so in any order; some are lost,
-        some come again.
-        """
+        """Delay frames by `delay` and up to `jitter` seconds; lose some, and send some `again`."""
         with self._lock:
             self._delay, self._jitter, self._loss, self._again = delay, jitter, loss, again
 

@@ -23,17 +23,7 @@ from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import describe, revive
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
-from gradwire.launch.child import (
-    FOREVER_SECONDS,
-    SECRET,
-    WorkerSpec,
-    flush_output,
-    maybe_exception,
-    pickled,
-    prepare,
-    unpickled,
-    worker_specs,
-)
+from gradwire.launch import child
 from gradwire.launch.processes import ProcessGroup
 from gradwire.options import Options
 from gradwire.rpc.api import init_rpc, shutdown
@@ -50,11 +40,7 @@ T = TypeVar("T")
 
 @contextmanager
 def process_cluster(
-    n: int,
-    *,
-    expose: Exposed = (),
-    options: Options | None = None,
-    hosts: Hosts | None = None,
+    n: int, *, expose: Exposed = (), options: Options | None = None, hosts: Hosts | None = None
 ) -> Iterator[Mapping[str, Host]]:
     """This process as worker w0, and n - 1 others on hosts; all have left when the block ends.
 
@@ -71,8 +57,8 @@ def process_cluster(
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-test-"))
         options = options or Options()
         if options.secret is None:
-            write_secret(Path(directory) / SECRET)
-        mine, *theirs = worker_specs(n, options, Path(directory))
+            write_secret(Path(directory) / child.SECRET)
+        mine, *theirs = child.worker_specs(n, options, Path(directory))
         for host, spec in zip(others.values(), theirs, strict=True):
             host.begin(_serve, spec, exposed)
         stack.enter_context(_finishing(others, mine.options))
@@ -84,12 +70,12 @@ def process_cluster(
                 shutdown()
 
 
-def _serve(spec: WorkerSpec, expose: Exposed) -> Warned:
+def _serve(spec: child.WorkerSpec, expose: Exposed) -> Warned:
     """The task of a host: be a worker until the others leave; returns the warnings it gave."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
-        shutdown(timeout=FOREVER_SECONDS)
+        shutdown(timeout=child.FOREVER_SECONDS)
     return [(warning.category, str(warning.message)) for warning in warned]
 
 
@@ -162,22 +148,19 @@ class Host:
         self.start()
         assert self._tasks is not None
         with self._naming_losses():
-            self._tasks.send_bytes(pickled((fn, args, kwargs), f"a task of {self.name}"))
+            self._tasks.send_bytes(child.pickled((fn, args, kwargs), f"a task of {self.name}"))
 
     def finish(self, timeout: float = _TASK_SECONDS) -> object:
-        """Return what the function started by `begin` returned, or raise what it raised.
-
-        A host that does not finish in time is stopped.
-        """
+        """The outcome of what `begin` started; a host that does not finish in time is stopped."""
         assert self._tasks is not None, f"{self.name} has not begun anything"
         with self._naming_losses():
             if not self._tasks.poll(timeout):
                 self.stop()
                 raise DeadlinePassed(f"{self.name} did not finish its task in {timeout:g} s")
             data = self._tasks.recv_bytes()
-        outcome = unpickled(data, f"what {self.name} returned")
+        outcome = child.unpickled(data, f"what {self.name} returned")
         if isinstance(outcome, Failure):
-            raise revive(outcome, maybe_exception)
+            raise revive(outcome, child.maybe_exception)
         return outcome[0]
 
     def do(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -221,16 +204,16 @@ class Hosts:
 
 
 def _run_tasks(pipe: Connection, parent: int, name: str, tasks: Connection) -> None:
-    prepare(pipe, parent)
+    child.prepare(pipe, parent)
     while True:
         try:
             data = tasks.recv_bytes()
         except EOFError:
             return
         try:
-            fn, args, kwargs = unpickled(data, f"a task of {name}")
-            outcome = pickled((fn(*args, **kwargs),), f"the result of a task of {name}")
+            fn, args, kwargs = child.unpickled(data, f"a task of {name}")
+            outcome = child.pickled((fn(*args, **kwargs),), f"the result of a task of {name}")
         except BaseException as error:  # reported to the test, whatever it is
-            outcome = pickled(describe(error, name, exception_name), "a failure")
+            outcome = child.pickled(describe(error, name, exception_name), "a failure")
         tasks.send_bytes(outcome)
-        flush_output()
+        child.flush_output()

@@ -56,10 +56,6 @@ class _Harm:
         self.met += 1
         return self.met == self.nth
 
-    @property
-    def has_fired(self) -> bool:
-        return self.met >= self.nth
-
 
 class _Ended(Exception):
     """The connection is over."""
@@ -79,15 +75,14 @@ class FaultProxy:
             raise UsageError(f"a proxy speaks tcp, not {target}", hint="Options(listen='tcp://…')")
         self.random = random.Random(seed)
         self.changed = threading.Condition()
-        self.stalled: set[Way] = set()
-        """ways that nothing passes; guarded by `changed`, as all that pumps share"""
-        self.rate: float | None = None
-        self.piece = _CHUNK
-        """bytes a second, and in one piece"""
+        self.stalled: set[Way] = (
+            set()
+        )  # ways that nothing passes; guarded by `changed`, as the rest
+        self.rate: float | None = None  # bytes a second
+        self.piece = _CHUNK  # bytes at a time
         self.harms: list[_Harm] = []
         self._pairs: list[_Pair] = []
-        self.passed = {Way.THERE: 0, Way.BACK: 0}
-        """bytes that have passed each way"""
+        self.passed = {Way.THERE: 0, Way.BACK: 0}  # bytes that have passed each way
 
     @property
     def address(self) -> str:
@@ -133,7 +128,7 @@ class FaultProxy:
         """Everything passes, at once; what has not happened will not."""
         with self.changed:
             self.stalled, self.rate, self.piece = set(), None, _CHUNK
-            self.harms = [harm for harm in self.harms if harm.has_fired]
+            self.harms = [harm for harm in self.harms if harm.met >= harm.nth]
             self.changed.notify_all()
 
     def slow(self, bytes_per_second: float) -> None:
@@ -156,7 +151,7 @@ class FaultProxy:
     def fired(self) -> int:
         """How many of the harms have happened."""
         with self.changed:
-            return sum(harm.has_fired for harm in self.harms)
+            return sum(harm.met >= harm.nth for harm in self.harms)
 
     def _accept(self) -> None:
         while True:
@@ -194,7 +189,6 @@ class _Pair:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.thread = threading.Thread(target=self._run, name="proxy pump", daemon=True)
-        """ends when all is closed"""
         self.thread.start()
 
     def end(self, *, is_reset: bool = False) -> None:
@@ -316,8 +310,7 @@ class _Pair:
         with changed:
             if seconds:
                 changed.wait_for(lambda: self._is_over, seconds)
-            while way in self._proxy.stalled and not self._is_over:
-                changed.wait(1.0)
+            changed.wait_for(lambda: self._is_over or way not in self._proxy.stalled)
         if self._is_over:
             raise _Ended
 

@@ -60,10 +60,7 @@ def parse_address(text: str, expected: str | None = None) -> Address:
 
 @final
 class Transports:
-    """The transports of one worker by scheme; itself a transport.
-
-    `hints` tell how to enable a scheme that is missing.
-    """
+    """A transport made of those of one worker; `hints` tell how to enable a missing scheme."""
 
     def __init__(
         self, known: Mapping[str, Transport], hints: Mapping[str, str] | None = None

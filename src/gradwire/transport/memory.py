@@ -1,8 +1,7 @@
 """The in-process transport, for tests, threads, notebooks, and a worker that calls itself.
 
 Frames have the same prefix and limits as on a socket and are copied once, so that code which works
-here works over a network. There are no threads and no process globals: each `MemoryNetwork` has its
-own names.
+here works over a network. There are no threads; each `MemoryNetwork` has its own names.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from gradwire.wire.message import Frame, decode_prefix, encode_prefix
 _POLL_SECONDS = 0.001
 _LONGEST_WAIT_SECONDS = 1.0
 _AT_ONCE = (False,)
-_PATIENTLY = (True,)
 
 
 class _Item(NamedTuple):
@@ -44,97 +42,71 @@ class _Item(NamedTuple):
 class _Pipe:
     """One direction of a channel: a queue of frames that holds about `capacity` bytes.
 
-    None marks its end, and is put back for the next `get`. `put` and `get` lock only to wait for
-    room: a finalizer or a signal handler may interrupt either, and re-enter it or wait for the
-    peer. An update of a counter has no function call, so under the GIL no other thread runs in it.
+    None marks its end, and is put back for the next `get`. There is no lock around `put` and `get`:
+    a finalizer or a signal handler may interrupt either, and re-enter it or wait for the peer. An
+    update of a counter has no function call, so under the GIL no other thread runs in it.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
-        # A binary semaphore: `_append` releases it, `_get` acquires it with a timeout. Python 3.11
+        # Binary semaphores: a waiting thread acquires one with a timeout, `_signal` releases it. If
+        # that comes first, the acquire returns at once, and the waiter looks again. Python 3.11
         # forgets the timeout of SimpleQueue.get when a signal handler runs meanwhile.
-        self._nonempty = threading.Lock()
+        self._nonempty, self._room = threading.Lock(), threading.Lock()
         self._put_bytes = self._got_bytes = 0
-        self._waiting = 0
         self._ended = False
         self.frames_received = 0
-        self._room = threading.Condition(threading.RLock())
 
     def put(self, item: _Item, deadline: float) -> bool:
         """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
         # The size of this item does not count: a large frame is not starved by small ones, and one
         # larger than the capacity passes.
-        if self._is_full():
-            self._wait_for_room(deadline)
+        while self._put_bytes - self._got_bytes >= self._capacity and not self._ended:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._room.acquire(timeout=min(left, _LONGEST_WAIT_SECONDS))
         if self._ended:
+            _signal(self._room)  # for the next thread that waits; else the next `get` wakes it
             return False
         self._put_bytes += item.size
         self._append(item)
         return True
 
-    def _is_full(self) -> bool:
-        return self._put_bytes - self._got_bytes >= self._capacity
-
     def _append(self, item: _Item | None) -> None:
         self._items.put(item)
-        if self._nonempty.locked():
-            with suppress(RuntimeError):  # another thread was first
-                self._nonempty.release()
-
-    def _wait_for_room(self, deadline: float) -> None:
-        # `get` reads this after making room, and here the room is checked after this: so either
-        # this thread sees the room, or `get` sees the waiter and notifies it.
-        self._waiting += 1
-        try:
-            while self._is_full() and not self._ended:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                with self._room:
-                    if self._is_full() and not self._ended:
-                        self._room.wait(min(left, _LONGEST_WAIT_SECONDS))
-        finally:
-            self._waiting -= 1
+        _signal(self._nonempty)
 
     def get(self, until: float, done: Callable[[], bool]) -> _Item | None:
         """The next item, or None after the last; raises Empty if there is none by `until`."""
-        item = self._take(_PATIENTLY) if until == math.inf else self._get(until, done)
-        if item is None:
-            self._append(None)
-            return None
-        if self._waiting:
-            with self._room:
-                self._room.notify_all()
-        return item
-
-    def _take(self, block: tuple[bool]) -> _Item | None:
-        """Remove and count an item in one step: see Note [Reading inside a read], channel.py."""
-        (item,) = map(self._items.get, block)
-        if item is not None:
-            self.frames_received += 1
-            self._got_bytes += item.size
-        return item
-
-    def _get(self, until: float, done: Callable[[], bool]) -> _Item | None:
-        longest = threading.TIMEOUT_MAX if done is base.never else _POLL_SECONDS
+        polls = done is not base.never
+        longest = _POLL_SECONDS if polls else threading.TIMEOUT_MAX
         while True:
             left = until - time.monotonic()
             try:
-                return self._take(_AT_ONCE)
+                # Removed and counted in one step: see Note [Reading inside a read] in channel.py.
+                (item,) = map(self._items.get, _AT_ONCE)
+                if item is not None:
+                    self.frames_received += 1
+                    self._got_bytes += item.size
+                break
             except Empty:
-                if left <= 0 or done():
+                if left <= 0 or (polls and done()):
                     raise
-            # If it was released before this, the next iteration finds the item.
             self._nonempty.acquire(timeout=min(left, longest))
+        if item is None:
+            self._append(None)
+        else:
+            _signal(self._room)
+        return item
 
     def end(self) -> None:
         """Accept no more items; those in the queue can still be read."""
         if not self._ended:
             self._ended = True
             self._append(None)
-            with self._room:
-                self._room.notify_all()
+            _signal(self._room)
 
     def drop(self) -> None:
         """End, and discard the items: the reader is gone."""
@@ -143,6 +115,13 @@ class _Pipe:
             while True:
                 self._items.get_nowait()
         self._append(None)
+
+
+def _signal(semaphore: threading.Lock) -> None:
+    """Wake a thread that waits to acquire it."""
+    if semaphore.locked():
+        with suppress(RuntimeError):  # another thread was first
+            semaphore.release()
 
 
 class MemoryChannel:

@@ -5,13 +5,13 @@ usual; eight bytes replace the payload: the block's number u32, and a u32 that i
 is used for the first time, with its descriptor attached (SCM_RIGHTS), else 0. A channel that
 understands this sets TAKES_BLOCKS on all frames it sends, and the peer then begins to use blocks.
 
-Nothing here waits. The payload goes through the socket, which knows how to wait for a slow peer, if
-the peer's tensors occupy all blocks, if MAX_BUFFERED_BYTES were announced and not yet received, or
-if the system has no memory for another block.
+Nothing here waits. The payload goes through the socket, which can wait for a slow peer, if the
+peer's tensors occupy all blocks, if MAX_BUFFERED_BYTES were announced and not yet received, or if
+the system has no memory for another block.
 
-A block is an anonymous file (memfd) that both processes map; it is freed with its last user. The
-first byte of page 0 is the state, the payload begins at page 1. One end makes the block and fills
-it, the other borrows it. The state says which end may use it:
+A block is an anonymous file (memfd) that both processes map. The first byte of page 0 is the state,
+the payload begins at page 1. One end makes the block and fills it, the other borrows it. The state
+says which end may use it:
 
     FREE   the maker may fill or drop it
     SENT   filled and announced, not yet received
@@ -33,7 +33,6 @@ import logging
 import os
 import socket
 import struct
-import sys
 import threading
 import weakref
 from array import array
@@ -58,12 +57,10 @@ _log = logging.getLogger("gradwire")
 FREE, SENT, READ, GONE = range(4)
 FIRST_PAGE: Final = 4096
 
+# The most bytes of shared memory, and the most blocks, that one end of one channel makes.
 SHARED_AT_MOST: Final = 1 << 30
-"""The most bytes of shared memory that one end of one channel makes."""
-SHARED_FROM: Final = 1 << 17
-"""The smallest payload that goes through shared memory; below, the socket is as fast."""
 MOST_BLOCKS: Final = 128
-"""The most blocks that one end of one channel has at a time."""
+SHARED_FROM: Final = 1 << 17  # for a smaller payload the socket is as fast
 
 NOTE: Final = struct.Struct("<II")
 ANCILLARY_ROOM: Final = socket.CMSG_SPACE(struct.calcsize("i"))
@@ -80,9 +77,7 @@ _COPIED_WITHOUT_GIL: Final = 1 << 15
 
 def can_share() -> bool:
     """Whether this system has memfd, and /proc to map it by path."""
-    return (
-        sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-    )
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
 @final
@@ -104,16 +99,11 @@ class Block:
         self.is_filling = False
         self.length = 0
 
-    @property
-    def note(self) -> bytes:
-        """The bytes that replace the payload in the frame."""
-        return NOTE.pack(self.number, len(self.descriptors))
-
-    @property
-    def ancillary(self) -> Ancillary:
-        """The ancillary data of the frame: the descriptor of a new block."""
+    def announced(self) -> tuple[bytes, Ancillary]:
+        """What replaces the payload in the frame, and the descriptor of a new block beside it."""
         rights = array("i", self.descriptors).tobytes()
-        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else []
+        return NOTE.pack(self.number, len(ancillary)), ancillary
 
     @property
     def is_free(self) -> bool:
@@ -240,8 +230,7 @@ class SharedMemory:
         self._is_inside: Callable[[], bool] = cast(Any, self._lock)._is_owned
         """whether this thread holds the lock: then a finalizer or signal handler is asking"""
         self._lent: list[Block] = []  # the least recently used first
-        self._making = 0
-        self.lent_bytes = 0  # the size of all blocks that this end has made
+        self._making: list[int] = []  # the sizes of those that are being made
         self._numbers = count(1)
         self._is_closed = self._has_warned = False
         self._borrowed: dict[int, Block] = {}
@@ -249,6 +238,11 @@ class SharedMemory:
         """the last read that received file descriptors (SCM_RIGHTS), until they are stored"""
         self.unclaimed: deque[int] = deque()
         """received descriptors in order, each for the next frame with a new block"""
+
+    @property
+    def lent_bytes(self) -> int:
+        """The size of all blocks that this end has made, or is making."""
+        return sum(block.room for block in self._lent) + sum(self._making)
 
     def reserve(self, payload: Sequence[Buffer]) -> Block | None:
         """A block for the payload; None if it must go through the socket.
@@ -336,10 +330,8 @@ class SharedMemory:
         if self._is_inside() or not self._lock.acquire(blocking=False):
             return
         try:
-            for block in self._lent:
-                block.close()
-            self._lent.clear()
-            self.lent_bytes = 0
+            while self._lent:
+                self._lent.pop().close()
         finally:
             self._lock.release()
 
@@ -355,15 +347,13 @@ class SharedMemory:
                 return block.begin(length)
             if not self._has_room_for(room):
                 return None
-            self.lent_bytes += room
-            self._making += 1
+            self._making.append(room)
         return self._made(room, length)
 
     def _best_fit(self, length: int) -> Block | None:
         """The smallest free block that is large enough; among equals the most recently used."""
         sizes = range(length, _LOOSEST_FIT * length + 1)
-        fitting = [block for block in reversed(self._lent) if block.room in sizes]
-        free = [block for block in fitting if block.is_free]
+        free = [block for block in reversed(self._lent) if block.room in sizes and block.is_free]
         best = min(free, key=lambda block: block.room, default=None)
         if best is not None:
             self._lent.remove(best)
@@ -374,15 +364,17 @@ class SharedMemory:
         """Whether a block may be made; drops free blocks for it, the least recently used first."""
         if room > self._limit:
             return False
-        free = iter([block for block in self._lent if block.is_free])
-        while self.lent_bytes + room > self._limit or len(self._lent) + self._making >= MOST_BLOCKS:
-            block = next(free, None)
-            if block is None:
+        free = deque(block for block in self._lent if block.is_free)
+        while (
+            self.lent_bytes + room > self._limit
+            or len(self._lent) + len(self._making) >= MOST_BLOCKS
+        ):
+            if not free:
                 return False
+            block = free.popleft()
             block.state[0] = GONE
             block.close()
             self._lent.remove(block)
-            self.lent_bytes -= block.room
         return True
 
     def _made(self, room: int, length: int) -> Block | None:
@@ -396,9 +388,7 @@ class SharedMemory:
                 _log.warning(text, room, error)
         finally:
             with self._lock:
-                self._making -= 1
-                if block is None:
-                    self.lent_bytes -= room
-                else:
+                self._making.remove(room)
+                if block is not None:
                     self._lent.append(block)
         return block

@@ -38,9 +38,8 @@ _CREDENTIALS = struct.Struct("iII")
 class UnixTransport:
     """The transport for unix:///path, or unix:// for a generated path.
 
-    Each channel makes at most `shared_bytes` of shared memory, for payloads of `shared_from` bytes
-    or more; with 0 all goes through the socket. `refused(kind, address)` is called for a peer of
-    another user.
+    Each channel makes at most `shared_bytes` of shared memory, or none, for payloads of
+    `shared_from` bytes or more. `refused(kind, address)` is called for a peer of another user.
     """
 
     def __init__(

@@ -7,8 +7,7 @@ import pytest
 
 from gradwire.agent.links.handshake import check_hello
 from gradwire.agent.messages import Hello
-from gradwire.agent.peers.directory import Directory, WorkerInfo
-from gradwire.agent.peers.state import Member
+from gradwire.agent.peers.directory import Directory, Member, WorkerInfo
 from gradwire.errors import BadMessage
 from gradwire.ids import context_id, first_of
 

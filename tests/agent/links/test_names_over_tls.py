@@ -12,7 +12,7 @@ from gradwire.agent.links.handshake import examine, prove
 from gradwire.agent.links.handshake_state import Reason, Refusal
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.errors import GradwireError, PeerLost
-from gradwire.transport.tls.transport import TlsTransport
+from gradwire.transport.tls import TlsTransport
 from tests.certificates import job
 
 SECRET, JOB = fresh_secret(), "job"

@@ -257,6 +257,9 @@ class InterruptedOnce:
         return getattr(self._inner, name)
 
     def __exit__(self, *_):
+        self.release()
+
+    def release(self):
         self._inner.release()
         if not self._had_it:
             self._had_it = True
@@ -273,7 +276,7 @@ def socket_ends():
 
 def memory_ends():
     here, there = MemoryNetwork().pair()
-    here._incoming._waiting = 1  # then who makes room has this lock
+    here._incoming._room.acquire()  # as one that waits for room does: who makes room releases it
     return here, there, (here._incoming, "_room")
 
 

@@ -9,10 +9,9 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from gradwire.agent.membership.rendezvous import meet, open_store
-from gradwire.agent.peers.directory import check_name
+from gradwire.agent.peers.directory import Member, check_name
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import SignedStore, fresh_secret
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import GradwireError, JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, Timeouts

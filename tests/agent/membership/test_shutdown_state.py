@@ -11,7 +11,6 @@ from gradwire.agent.membership.shutdown_state import (
     OVER,
     QUIET,
     READY,
-    ShutdownDeadline,
     ShutdownProgress,
 )
 
@@ -73,56 +72,56 @@ def test_one_that_is_back_has_said_nothing_yet():
 
 
 def test_the_time_to_shut_down_does_not_begin_while_a_program_runs():
-    progress, deadline = ShutdownProgress([1, 2]), ShutdownDeadline(60)
+    progress = ShutdownProgress([1, 2])
     progress.reached(1, OVER)
 
-    assert deadline.left(0, progress) == math.inf
-    assert deadline.left(3600, progress) == math.inf
+    assert progress.seconds_left(0, 60) == math.inf
+    assert progress.seconds_left(3600, 60) == math.inf
     progress.reached(2, OVER)
-    assert deadline.left(7200, progress) == 60
-    assert deadline.left(7250, progress) == 10
+    assert progress.seconds_left(7200, 60) == 60
+    assert progress.seconds_left(7250, 60) == 10
 
 
 def test_one_that_is_cut_off_is_waited_for_as_long_as_shutting_down_may_take():
-    progress, deadline = ShutdownProgress([1]), ShutdownDeadline(60)
-    assert deadline.left(0, progress) == math.inf
+    progress = ShutdownProgress([1])
+    assert progress.seconds_left(0, 60) == math.inf
     progress.disconnected(1)
 
     assert progress.missing(OVER) == [1]
-    assert deadline.left(100, progress) == 60
-    assert deadline.left(130, progress) == 30
+    assert progress.seconds_left(100, 60) == 60
+    assert progress.seconds_left(130, 60) == 30
 
 
 def test_one_that_comes_back_is_waited_for_again_without_end():
-    progress, deadline = ShutdownProgress([1]), ShutdownDeadline(60)
+    progress = ShutdownProgress([1])
     progress.disconnected(1)
-    assert deadline.left(0, progress) == 60
+    assert progress.seconds_left(0, 60) == 60
     progress.is_back(1)
 
-    assert deadline.left(59, progress) == math.inf
+    assert progress.seconds_left(59, 60) == math.inf
     progress.reached(1, OVER)
-    assert deadline.left(100, progress) == 60, "the time begins anew"
+    assert progress.seconds_left(100, 60) == 60, "the time begins anew"
 
 
 def test_one_that_is_gone_is_not_waited_for_until_it_comes_back():
-    progress, deadline = ShutdownProgress([1]), ShutdownDeadline(60)
+    progress = ShutdownProgress([1])
     progress.disconnected(1)
     progress.peer_lost(1)
 
     assert progress.missing(READY) == []
-    assert deadline.left(0, progress) == 60
+    assert progress.seconds_left(0, 60) == 60
     progress.reborn(1)
     assert progress.missing(OVER) == [1]
-    assert deadline.left(1, progress) == math.inf
+    assert progress.seconds_left(1, 60) == math.inf
 
 
 def test_one_that_connects_is_back_before_it_was_told_how_far_we_are():
-    progress, deadline = ShutdownProgress([1]), ShutdownDeadline(60)
+    progress = ShutdownProgress([1])
     assert progress.disconnected(1)
-    assert deadline.left(0, progress) == 60
+    assert progress.seconds_left(0, 60) == 60
     assert not progress.connected(1), "somebody tries to tell it already"
 
-    assert deadline.left(60, progress) == math.inf
+    assert progress.seconds_left(60, 60) == math.inf
     assert progress.is_untold(1), "it may not have heard yet"
 
 
@@ -144,19 +143,20 @@ def test_what_was_said_before_another_loss_is_said_again():
     assert progress.is_untold(1)
     progress.told(1, progress.epoch(1))
     assert not progress.is_untold(1)
-    assert progress.missing(OVER) == progress.still_running() == [1]
+    assert progress.missing(OVER) == [1]
+    assert progress.seconds_left(0, 60) == math.inf
     assert progress.disconnected(1)
 
 
 def test_one_that_was_gone_and_connects_is_waited_for_and_told_again():
-    progress, deadline = ShutdownProgress([1]), ShutdownDeadline(60)
+    progress = ShutdownProgress([1])
     progress.peer_lost(1)
     assert progress.missing(READY) == []
     assert not progress.is_untold(1)
     assert progress.connected(1)
 
     assert progress.missing(OVER) == [1]
-    assert deadline.left(0, progress) == math.inf
+    assert progress.seconds_left(0, 60) == math.inf
     assert progress.is_untold(1)
 
 
@@ -189,7 +189,7 @@ def test_one_that_is_ready_has_to_know_that_we_are():
     for worker in (1, 2):
         progress.reached(worker, READY)
     assert progress.unconfirmed() == [1, 2]
-    progress.confirmed(1)
+    progress.confirmed.add(1)
     assert progress.may_be_gone(1)
     assert not progress.may_be_gone(2), "it waits for us, if our word was lost"
     assert progress.unconfirmed() == [2]
@@ -200,7 +200,7 @@ def test_one_that_is_ready_has_to_know_that_we_are():
 def test_a_later_incarnation_has_confirmed_nothing():
     progress = ShutdownProgress([1])
     progress.reached(1, READY)
-    progress.confirmed(1)
+    progress.confirmed.add(1)
     progress.reborn(1)
     progress.reached(1, READY)
     assert progress.unconfirmed() == [1]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.agent.peers.directory import Directory, WorkerInfo
-from gradwire.agent.peers.state import Member
+from gradwire.agent.peers.directory import Directory, Member, WorkerInfo
 from gradwire.errors import PeerLost, UnknownWorker, UsageError
 
 MEMBERS = [Member(0, "ps", "x"), Member(1, "trainer", "y")]

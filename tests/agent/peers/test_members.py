@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.agent.peers.directory import Directory, WorkerInfo
-from gradwire.agent.peers.state import Member
+from gradwire.agent.peers.directory import Directory, Member, WorkerInfo
 from gradwire.errors import BadMessage, UnknownWorker
 
 A, B, C = (Member(id, name, name, n) for id, name, n in [(0, "a", 1), (1, "b", 2), (2, "c", 3)])

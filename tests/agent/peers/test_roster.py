@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.agent.peers.state import Roster
+from gradwire.agent.peers.directory import Roster
 
 
 def seated(*names):

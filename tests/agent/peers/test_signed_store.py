@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from gradwire.agent.membership.rendezvous import meet, put_roster, roster_in
+from gradwire.agent.peers.directory import Member, Roster
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import SignedStore, fresh_secret, signed, verified
-from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import NotTrusted
 from gradwire.options import Options, Timeouts

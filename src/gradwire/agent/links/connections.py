@@ -1,7 +1,7 @@
 """The channels of one worker to its peers: dialled when first needed, kept until they end.
 
-Two workers that dial each other at once have two channels; either carries anything. A frame is
-passed to `on_frame` unread, with its worker and its channel. readers.py decides which thread reads.
+Two workers that dial each other at once have two channels; either carries anything. readers.py
+decides which thread reads a channel, and passes its frames to `on_frame`.
 
 Note [What was before a loss]: when one channel to a worker ends, all of them end, the worker counts
 as lost, and the layers above drop their state about it. No message from before a loss may meet
@@ -38,6 +38,7 @@ from gradwire.wire.message import Frame, Kinds, encode, kind_of
 _JOIN_SECONDS = 5.0
 _NOTICE_SECONDS = 1.0  # how long a reader may take to find the end of its channel
 _HELLO = Kinds([Hello])
+_Losses = tuple[int, int] | None
 
 
 class _LostMeanwhile(PeerLost):
@@ -95,8 +96,7 @@ class Connections:
 
         `on_joined`: a worker has its first channel. `on_opened`: there is a new channel. `on_end`:
         a channel has ended, why, and whether it was the last to its worker. `on_reborn`: a later
-        incarnation of a worker has connected. `contexts_opened` counts this worker's contexts; see
-        Note [Contexts and incarnations], peers/directory.py.
+        incarnation has connected. `contexts_opened`: see Note [Contexts and incarnations].
         """
         self._on_joined, self._on_opened = on_joined, on_opened
         self._on_end, self._on_reborn = on_end, on_reborn
@@ -132,8 +132,8 @@ class Connections:
     ) -> None:
         """Sending on a channel failed: if the error says that it has ended, wait for the report.
 
-        A reader finds the end a moment after the sender, behind what the peer sent before. Until
-        then the worker counts as connected by this channel, and another try would fail again.
+        A reader finds the end a moment later, behind what the peer sent before. Until then the
+        worker counts as connected by this channel, and another try would fail again.
         """
         if channel is None or type(error) is not PeerLost:  # a subclass is about one message
             return
@@ -280,9 +280,7 @@ class Connections:
             tell()
         return True
 
-    def _use(
-        self, worker: WorkerId, channel: Channel, losses: tuple[int, int] | None = None
-    ) -> Channel:
+    def _use(self, worker: WorkerId, channel: Channel, losses: _Losses = None) -> Channel:
         """Put a channel to use; `losses` is what our Hello and the peer's on it have said."""
         channel = self._wrap(channel)
         # Listeners run with the peer's lock held, though not with the worker's. Without it a loss
@@ -303,7 +301,7 @@ class Connections:
         self._on_opened()
         return channel
 
-    def _check_usable(self, worker: WorkerId, known: int, losses: tuple[int, int] | None) -> None:
+    def _check_usable(self, worker: WorkerId, known: int, losses: _Losses) -> None:
         name = self._directory.name(worker)
         if self._closed:
             raise PeerLost(f"{self._directory.me.name} has left")

@@ -1,9 +1,9 @@
 """Accepts connections, and runs the handshake of each: the driver of handshake_state.py.
 
 The handshake uses `send_raw` and `recv_raw` only: no frame of a connection is decoded before both
-sides have given their proof. Then each side sends a Hello, which says what the peer should know
-about it. Each handshake has a thread of its own, and a few seconds. Their number is bounded, so
-that many unauthenticated connections do not disturb the peers that are already connected.
+sides have given their proof. Then each side sends a Hello. Each handshake has a thread of its own,
+and a few seconds. Their number is bounded, so that many unauthenticated connections do not disturb
+the peers that are already connected.
 """
 
 from __future__ import annotations
@@ -17,22 +17,11 @@ from contextlib import suppress
 from functools import partial
 from typing import final
 
-from gradwire.agent.links.handshake_state import (
-    HEAD_BYTES,
-    NONCE_BYTES,
-    Dialling,
-    Listening,
-    PendingHandshakes,
-    Reason,
-    Refusal,
-    body_length,
-    refused,
-)
+from gradwire.agent.links import handshake_state as state
 from gradwire.agent.messages import Hello
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.ids import WorkerId
@@ -41,15 +30,14 @@ from gradwire.threads import IRREPLACEABLE, Spawn
 from gradwire.transport.base import Channel, Listener
 
 _PURPOSE = "handshake"
-_FAIR_SECONDS = 1.0
-"""The least that each handshake gets, however many connections wait behind it."""
+_FAIR_SECONDS = 1.0  # the least that each handshake gets, however many connections wait behind it
 _log = logging.getLogger("gradwire")
 
 
 def prove(channel: Channel, secret: Secret, job: str, me: str, peer: str, deadline: float) -> None:
     """As the dialler: prove who we are, and check that `peer` listens."""
-    key, nonce = secret.key(_PURPOSE), secrets.token_bytes(NONCE_BYTES)
-    dialling = Dialling(key, job, me, peer, nonce=nonce, binding=channel.binding)
+    key, nonce = secret.key(_PURPOSE), secrets.token_bytes(state.NONCE_BYTES)
+    dialling = state.Dialling(key, job, me, peer, nonce=nonce, binding=channel.binding)
     channel.send_raw(dialling.opening(channel.peer_names), deadline)
     channel.send_raw(dialling.proof(_heard(channel, deadline)), deadline)
     dialling.check(_heard(channel, deadline))
@@ -57,23 +45,23 @@ def prove(channel: Channel, secret: Secret, job: str, me: str, peer: str, deadli
 
 def examine(channel: Channel, secret: Secret, job: str, me: str, deadline: float) -> str:
     """As the listener: check the dialler's proof; returns its name."""
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    listening = Listening(secret.key(_PURPOSE), job, me, nonce=nonce, binding=channel.binding)
+    key, nonce = secret.key(_PURPOSE), secrets.token_bytes(state.NONCE_BYTES)
+    listening = state.Listening(key, job, me, nonce=nonce, binding=channel.binding)
     try:
         opening = _heard(channel, deadline)
         channel.send_raw(listening.challenge(opening, channel.peer_names), deadline)
         channel.send_raw(listening.proof(_heard(channel, deadline)), deadline)
-    except Refusal as refusal:
-        if refusal.reason is not Reason.STRANGER:  # which would not understand why
+    except state.Refusal as refusal:
+        if refusal.reason is not state.Reason.STRANGER:  # which would not understand why
             with suppress(GradwireError):
-                channel.send_raw(refused(refusal.reason), deadline)
+                channel.send_raw(state.refused(refusal.reason), deadline)
         raise
     return listening.peer
 
 
 def _heard(channel: Channel, deadline: float) -> bytes:
-    head = channel.recv_raw(HEAD_BYTES, deadline)
-    return head + channel.recv_raw(body_length(head), deadline)
+    head = channel.recv_raw(state.HEAD_BYTES, deadline)
+    return head + channel.recv_raw(state.body_length(head), deadline)
 
 
 def check_hello(
@@ -96,9 +84,8 @@ class Acceptor:
     ) -> None:
         self._me, self._listener, self._clock, self._refusals = me, listener, clock, refusals
         self._seconds = options.timeouts.handshake
-        self._pending_handshakes: PendingHandshakes[Channel] = PendingHandshakes(
-            options.limits.pending_handshakes, min(_FAIR_SECONDS, self._seconds)
-        )
+        most, fair_seconds = options.limits.pending_handshakes, min(_FAIR_SECONDS, self._seconds)
+        self._pending_handshakes = state.PendingHandshakes[Channel](most, fair_seconds)
         self._unfinished: set[Channel] = set()
         """channels that are not in use yet, those with a proof but without a Hello included"""
         self._changed = threading.Condition()
@@ -168,7 +155,7 @@ class Acceptor:
     def _handshake(self, channel: Channel) -> None:
         try:
             self._complete(channel, time.monotonic() + self._seconds)  # channels use this clock
-        except Refusal as refusal:
+        except state.Refusal as refusal:
             self._refuse(refusal.reason.name.lower(), channel, refusal.message)
         except DeadlinePassed:
             self._refuse("slow", channel, f"its handshake took over {self._seconds:g} s")

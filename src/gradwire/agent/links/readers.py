@@ -8,11 +8,11 @@ Waking a thread costs more than all the rest of a small call. Two rules avoid mo
 A thread reads a channel only while it holds the channel's *read lock*. The lock is free while a
 reader thread runs a request, and between two calls of a thread that read for itself: then nobody
 reads. The *watchdog* covers these gaps. Every 2 ms it looks at the channels that were in use
-lately, handles what has come, and makes sure that a thread reads. It skips a channel on which much
-was read since its last look. While all channels are that busy, it doubles its interval, up to 8 ms,
-because each look takes the GIL from the threads that make the calls. So a frame that no thread
-waits for is read within 16 ms, mostly 2 ms, even while a long request runs. A channel that is quiet
-for two looks gets a reader thread that blocks in it. When all have one, the watchdog sleeps too.
+lately, handles what has come, and makes sure that a thread reads. It skips those on which much was
+read since its last look. While all are that busy, it doubles its interval, up to 8 ms, as each look
+takes the GIL from the threads that make the calls. So a frame that no thread waits for is read
+within 16 ms, mostly 2 ms, even while a long request runs. A channel that is quiet for two looks
+gets a reader thread that blocks in it. When all have one, the watchdog sleeps too.
 
 A signal handler or a finalizer may run while its own thread holds a read lock, and wait for
 something. No other thread can read that channel meanwhile, so the inner wait reads it, even if its
@@ -66,10 +66,10 @@ _LONGEST_TICK_SECONDS = 0.008
 _TICKS_UNTIL_IDLE = 2
 _READS_OF_BUSY_CHANNEL = 8  # from one look of the watchdog to the next
 _LOOKS_INSIDE_SECONDS = 1.0
-_READS_FOR_ITSELF_SECONDS = 0.02
-"""How long a waiting thread reads the channel before it blocks on its promise."""
+_READS_FOR_ITSELF_SECONDS = 0.02  # how long a waiting thread reads before it blocks on its promise
 
-Done = Callable[[], bool]
+IsDone = Callable[[], bool]
+Block = Callable[[], object]
 OnFrame = Callable[[WorkerId, Channel, Frame, bool], Job | None]
 """Handles a frame; returns a job if the thread that read the frame may and should run it."""
 OnEnd = Callable[["ChannelReader", GradwireError], None]
@@ -86,7 +86,7 @@ class ChannelReader:
         self.read_lock = threading.Lock()
         self.lock_attempts: Iterator[bool] = taking(self.read_lock)
         """each step tries the read lock; see Note [Interrupts in the readers]"""
-        self.waiting: list[Done] = []  # the conditions that threads wait for on this channel
+        self.waiting: list[IsDone] = []  # the conditions that threads wait for on this channel
         self.reads = self.seen = channel.frames_received
         """frames handled so far, and at the last look of the watchdog"""
         self.idle_ticks = 0
@@ -197,7 +197,7 @@ class ChannelReaders:
         self._closed = True
         self.wait = refuse_to_wait  # type: ignore[method-assign,assignment]
 
-    def wait(self, channel: Channel | None, done: Done, block: Callable[[], object]) -> None:
+    def wait(self, channel: Channel | None, done: IsDone, block: Block) -> None:
         """Wait until `done`: read the channel for a while if no thread does, then call `block`."""
         reader = self._by_channel.get(channel) if channel is not None else None
         held, duty = _this_thread.reads, threads.mine.duty
@@ -216,18 +216,11 @@ class ChannelReaders:
                 undo()
 
     def _wait_longer(
-        self,
-        reader: ChannelReader | None,
-        held: ChannelReader | None,
-        done: Done,
-        block: Callable[[], object],
+        self, reader: ChannelReader | None, held: ChannelReader | None, done: IsDone, block: Block
     ) -> None:
-        """Wait after the short read, or inside a finalizer or signal handler.
-
-        If this thread was interrupted while sending, it holds a send lock. It releases the lock
-        during the wait, so that other threads can send.
-        """
+        """Wait after the short read, or inside a finalizer or signal handler."""
         check_may_wait("a wait")
+        # If this thread was interrupted while sending, it holds a send lock, which others need.
         lent = release_send_locks()
         try:
             if held is not None and held is reader:
@@ -249,7 +242,7 @@ class ChannelReaders:
         self._spawn_watchdog()
         self._wake_watchdog.put(None)
 
-    def _read_inside(self, reader: ChannelReader, done: Done) -> None:
+    def _read_inside(self, reader: ChannelReader, done: IsDone) -> None:
         """Read until `done`, with a read lock that the interrupted code of this thread holds.
 
         The interrupted code still handles the frame that it has taken. UsageError if it was
@@ -281,7 +274,7 @@ class ChannelReaders:
                 reader.channel.close(f"a message was taken and lost: {error!r}")
             raise
 
-    def _maybe_read_for(self, reader: ChannelReader, done: Done) -> None:
+    def _maybe_read_for(self, reader: ChannelReader, done: IsDone) -> None:
         """Read until `done` or for a while, if no other thread reads."""
         this_thread, has_lock = _this_thread, False
         try:
@@ -307,7 +300,7 @@ class ChannelReaders:
                 if reader not in self._watched or not self._is_watching:
                     self._watch(reader)
 
-    def _read_for(self, reader: ChannelReader, done: Done) -> None:
+    def _read_for(self, reader: ChannelReader, done: IsDone) -> None:
         """Read with the read lock held, on a thread that waits for `done`."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
         try:

@@ -43,9 +43,7 @@ class Heartbeat:
     ) -> None:
         self._directory, self._connections = directory, connections
         self._timer, self._events, self._submit = timer, events, dispatch.service.submit
-        self._detector: FailureDetector[ChannelReader] = FailureDetector(
-            timeouts.suspect, timeouts.dead
-        )
+        self._detector = FailureDetector[ChannelReader](timeouts.suspect, timeouts.dead)
         dispatch.handle(Ping, self._serve_ping, Lane.SERVICE)
         timer.watch(self._look)
 

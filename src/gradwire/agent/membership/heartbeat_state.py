@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, final
 
-_LOOKS = 5
-"""Looks until a silent link is suspect: the resolution at which silence is measured."""
+_LOOKS = 5  # until a silent link is suspect: the resolution at which silence is measured
 
 K = TypeVar("K")
 
@@ -60,10 +59,8 @@ class FailureDetector(Generic[K]):
         self._links = {link: known for link, known in self._links.items() if link in signs}
         for link, sign in signs.items():
             known = self._links.get(link)
-            if known is None:
-                self._links[link] = _Heard(sign, now)
-            elif sign is None or sign != known.sign:
-                if known.is_suspect:
+            if known is None or sign is None or sign != known.sign:
+                if known is not None and known.is_suspect:
                     found.back.append(link)
                 self._links[link] = _Heard(sign, now)
             else:

@@ -15,12 +15,11 @@ from contextlib import suppress
 from typing import final
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.membership.rendezvous import MIXED, has_closed_world, put_roster, roster_in
-from gradwire.agent.membership.shutdown import ShutdownResult
+from gradwire.agent.membership.rendezvous import MIXED, ROUNDS, put_roster, roster_in
+from gradwire.agent.membership.shutdown import Action, ShutdownResult
 from gradwire.agent.messages import Done, Left
-from gradwire.agent.peers.directory import WorkerInfo
+from gradwire.agent.peers.directory import Member, Roster, WorkerInfo, not_unique
 from gradwire.agent.peers.secret import SignedStore
-from gradwire.agent.peers.state import Member, Roster, not_unique
 from gradwire.agent.requests.timer import Clock
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import (
@@ -79,7 +78,7 @@ class RosterStore:
             return roster.without(dead).with_member(name, id, address, note)
 
         me = self._change(with_me, limit).entries[-1].member
-        if has_closed_world(self._store):
+        if self._store.add(ROUNDS, 0):  # workers with a world size have met here
             self.unregister({me.incarnation}, limit)
             raise UsageError(MIXED, hint="meet at another init_method")
         return me
@@ -181,22 +180,26 @@ class Membership:
             time.sleep(_TRY_AGAIN_SECONDS)
 
     def leave(
-        self,
-        seconds: float,
-        let_go: Callable[[], None],
-        busy: Callable[[], bool],
-        look: Callable[[], None],
+        self, seconds: float, let_go: Action, busy: Callable[[], bool], look: Action
     ) -> ShutdownResult:
         """Wait for what is in flight, call `let_go` and `look`, and tell the others.
 
         Always ends in time. It is no error if a member has not acknowledged it by then.
         """
         deadline, directory = self._agent.clock.now() + seconds, self._agent.directory
-        self._wait_while(busy, deadline)
+
+        def wait_while_busy() -> None:
+            while busy() and self._agent.clock.now() < deadline:
+                time.sleep(_LOOK_AGAIN_SECONDS)
+
+        wait_while_busy()
         let_go()
-        self._wait_while(busy, deadline)
+        wait_while_busy()
         look()
-        self.unregister(deadline)
+        try:  # so that later workers do not dial us; the store's host may be gone
+            self._roster.unregister({self._me.incarnation}, deadline)
+        except RuntimeError as error:
+            _log.info("%s left, but stays in the roster: %s", self._me.name, error)
         late: list[str] = []
         told: set[int] = set()
         while True:
@@ -206,19 +209,12 @@ class Membership:
                 break
             told |= untold.keys()
             late += self._tell(untold.values(), deadline)
-        self._wait_while(busy, deadline)
+        wait_while_busy()
         return ShutdownResult([], late, [])
 
     def close(self) -> None:
         """Release the store."""
         self._roster.close()
-
-    def unregister(self, deadline: float) -> None:
-        """Leave the roster, so that later workers do not dial us. The store's host may be gone."""
-        try:
-            self._roster.unregister({self._me.incarnation}, deadline)
-        except RuntimeError as error:
-            _log.info("%s left, but stays in the roster: %s", self._me.name, error)
 
     def _tell(self, workers: Iterable[WorkerId], deadline: float) -> list[str]:
         """Send Left to these members at once; returns the names of those that answered late."""
@@ -232,10 +228,6 @@ class Membership:
         outcomes = [(worker, promise.wait()) for worker, promise in sent]
         late = [worker for worker, outcome in outcomes if isinstance(outcome, DeadlinePassed)]
         return [self._agent.directory.name(worker) for worker in late]
-
-    def _wait_while(self, busy: Callable[[], bool], deadline: float) -> None:
-        while busy() and self._agent.clock.now() < deadline:
-            time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _serve_left(self, message: Left, _: Payload, source: Source) -> None:
         self._agent.directory.left(source.worker, message.incarnation)

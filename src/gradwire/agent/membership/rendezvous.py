@@ -1,11 +1,9 @@
 """How the workers of a closed world exchange names and addresses: through one of torch's stores.
 
-Each worker writes its own entry and reads the others', all signed (peers/secret.py). The
-store is needed only to join; the hosting process keeps it open until it has opened or joined
-another. An open world keeps a roster in the store instead: see open_world.py.
-
-A wait of torch's stores is one call into C++ that no signal interrupts. So this file never lets
-them wait: it polls, and sleeps in Python.
+Each worker writes its own entry and reads the others', all signed (peers/secret.py). The store is
+needed only to join; the hosting process keeps it open until it has opened or joined another. An
+open world keeps a roster in the store instead: see open_world.py. A wait of torch's stores is one
+call into C++ that no signal interrupts, so this file polls instead, and sleeps in Python.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ import msgspec
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member, Roster
 from gradwire.agent.peers.secret import SignedStore
-from gradwire.agent.peers.state import Member, Roster
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, rendezvous_server
@@ -35,7 +32,7 @@ MIXED = (
     "RPC group mixes statically and dynamically initialized members which is not supported. "
     "Either all of them give a world_size, or none does."
 )
-_ROUNDS = "gradwire/rounds"
+ROUNDS = "gradwire/rounds"  # a counter: how many rounds of joining a closed world had in a store
 _ROSTER = "gradwire/roster"
 _LOOK_AGAIN_SECONDS = 0.02
 _LONGEST_LOOK_AGAIN_SECONDS = 1.0
@@ -64,11 +61,10 @@ _decode_entry = msgspec.json.Decoder(RendezvousEntry).decode
 
 
 class Meeting(NamedTuple):
-    """The result of a rendezvous. `store` must be kept, as this process may host it."""
+    """The result of a rendezvous. Keep the store, as this process may host it."""
 
     directory: Directory
     job: str
-    store: Store
 
 
 def open_store(
@@ -133,11 +129,6 @@ def _numbered(url: str, rank: int | None, world_size: int | None) -> str:
     ranked = "" if rank is None else f"rank={rank}"
     given = (asked.query, ranked, f"world_size={-1 if world_size is None else world_size}")
     return urlunparse(asked._replace(query="&".join(filter(None, given))))
-
-
-def has_closed_world(store: SignedStore) -> bool:
-    """Whether workers with a world size have met here."""
-    return bool(store.add(_ROUNDS, 0))
 
 
 def roster_in(store: SignedStore) -> tuple[Roster, str | None]:
@@ -209,7 +200,7 @@ class _Rounds:
         store.set(f"{round}/read/{me.id}", "", job)
         if me.id == 0 and not is_again:  # the host of the store must not go while others read
             self._wait([f"{round}/read/{other}" for other in range(self._world_size)])
-        return Meeting(directory, job, store.inner)
+        return Meeting(directory, job)
 
     def _refuse_open_world(self) -> None:
         if roster_in(self._store)[0].entries:
@@ -217,7 +208,7 @@ class _Rounds:
 
     def _open_round(self) -> str:
         """Begin a new round, under a new job id."""
-        round = f"gradwire/round {self._store.add(_ROUNDS, 1)}"
+        round = f"gradwire/round {self._store.add(ROUNDS, 1)}"
         self._store.set(round, uuid.uuid4().hex)
         return round
 
@@ -233,7 +224,7 @@ class _Rounds:
         except JoinTimeout:
             if self._me.id == 0:
                 self._store.set(f"{round}/given up", "")  # so that no worker joins it later
-                if self._store.add(_ROUNDS, 0) > int(round.rsplit(" ", 1)[1]):
+                if self._store.add(ROUNDS, 0) > int(round.rsplit(" ", 1)[1]):
                     raise JoinTimeout(
                         f"{self._me.name} timed out: another process has opened a round here as "
                         "rank 0",
@@ -259,33 +250,30 @@ class _Rounds:
 
     def _find_round(self) -> str:
         """The latest round in which this rank has not been."""
-        n = max(1, self._store.add(_ROUNDS, 0))
+        id, n = self._me.id, max(1, self._store.add(ROUNDS, 0))
         while True:
             round = f"gradwire/round {n}"
             try:
                 self._wait([round], missing="0")
             except JoinTimeout:
-                self._check_rank(f"gradwire/round {n - 1}")
-                raise
-            claimed = self._store.add(f"{round}/claimed/{self._me.id}", 1) == 1
+                before = f"gradwire/round {n - 1}"
+                job = self._store.maybe_get(before)
+                text = None if job is None else self._store.maybe_get(f"{before}/{id}", job)
+                if text is None:
+                    raise
+                raise JoinTimeout(
+                    f"{self._me.name} timed out: {_decode_entry(text).name} has joined as rank "
+                    f"{id} before it, and rank 0 opens no other round",
+                    hint=_OWN_RANK,
+                ) from None
+            claimed = self._store.add(f"{round}/claimed/{id}", 1) == 1
             if claimed and self._store.maybe_get(f"{round}/given up") is None:
                 return round
             n += 1
 
-    def _check_rank(self, round: str) -> None:
-        """JoinTimeout with the reason, if another process has this rank in the round."""
-        job = self._store.maybe_get(round)
-        text = None if job is None else self._store.maybe_get(f"{round}/{self._me.id}", job)
-        if text is not None:
-            raise JoinTimeout(
-                f"{self._me.name} timed out: {_decode_entry(text).name} has joined as rank "
-                f"{self._me.id} before it, and rank 0 opens no other round",
-                hint=_OWN_RANK,
-            ) from None
-
     def _last_round(self) -> str:
         """The round that an earlier incarnation had joined, or was about to join."""
-        n = self._store.add(_ROUNDS, 0)
+        n = self._store.add(ROUNDS, 0)
         if self._me.id == 0 and n == 0:
             return self._open_round()
         round = f"gradwire/round {max(1, n)}"

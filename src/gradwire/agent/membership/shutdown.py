@@ -9,13 +9,7 @@ from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar, final
 
 from gradwire.agent.agent import Agent, Answer, Outcome
-from gradwire.agent.membership.shutdown_state import (
-    OVER,
-    QUIET,
-    READY,
-    ShutdownDeadline,
-    ShutdownProgress,
-)
+from gradwire.agent.membership.shutdown_state import OVER, QUIET, READY, ShutdownProgress
 from gradwire.agent.messages import Done, Leaving
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
@@ -24,6 +18,7 @@ from gradwire.ids import WorkerId
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Action = Callable[[], None]
 
 _LOOK_AGAIN_SECONDS = 0.005
 _TELL_SECONDS = 10.0
@@ -74,22 +69,19 @@ class GracefulShutdown:
         return self._wait_until(lambda: has_reached(worker, OVER), lambda: deadline - now())
 
     def leave(
-        self,
-        seconds: float,
-        let_go: Callable[[], None],
-        busy: Callable[[], bool],
-        look: Callable[[], None] = lambda: None,
+        self, seconds: float, let_go: Action, busy: Callable[[], bool], look: Action
     ) -> ShutdownResult:
         """Go through the three phases: `let_go` runs when all are over, `look` when all are quiet.
 
         `busy` says whether this worker has requests in flight. `seconds` count from when no program
         is known to run any more (see shutdown_state.py).
         """
-        deadline, now = ShutdownDeadline(seconds), self._agent.clock.now
+        now, progress = self._agent.clock.now, self._progress
+        progress.until = None  # of an earlier call
 
         def left() -> float:
             with self._lock:
-                return deadline.left(now(), self._progress)
+                return progress.seconds_left(now(), seconds)
 
         late = self._reach(OVER, left)
         let_go()
@@ -99,7 +91,7 @@ class GracefulShutdown:
         late = self._reach(QUIET, left, late)
         look()
         late = self._reach(READY, left, late)
-        until, progress = now() + _CONFIRM_SECONDS, self._progress
+        until = now() + _CONFIRM_SECONDS
         self._wait_until(
             lambda: self._is_over or not (progress.unconfirmed() or self._answering),
             lambda: until - now(),
@@ -129,10 +121,8 @@ class GracefulShutdown:
             epoch = self._progress.epoch(info.id)
             try:
                 self._tell(info.id, deadline)
-            except (
-                GradwireError
-            ) as error:  # if its port is closed it is gone, else it may come back
-                if _is_refusal(error):
+            except GradwireError as error:
+                if _is_refusal(error):  # else it may come back
                     self._change(self._progress.refused, info.id, epoch)
                 else:
                     self._connection_changed(self._progress.disconnected, info.id)
@@ -153,16 +143,17 @@ class GracefulShutdown:
         if self._phase < READY:
             self._agent.tell(worker, leaving, deadline=deadline, phase="shutdown")
             return None
+
+        def confirmed(outcome: Outcome) -> None:
+            if isinstance(outcome, Answer):
+                self._change(self._progress.confirmed.add, worker)
+
         what = "the end of shutdown"
         _, answer = self._agent.request(
             worker, leaving, deadline=deadline, description=what, phase="shutdown"
         )
-        answer.on_settled(partial(self._ready_answered, worker))
+        answer.on_settled(confirmed)
         return answer
-
-    def _ready_answered(self, worker: WorkerId, outcome: Outcome) -> None:
-        if isinstance(outcome, Answer):
-            self._change(self._progress.confirmed, worker)
 
     def _wait_until(self, done: Callable[[], bool], left: Callable[[], float]) -> bool:
         """Wait until `done`; False if no time is left."""

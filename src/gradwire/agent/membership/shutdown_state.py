@@ -4,8 +4,7 @@ Three phases. *Over* (1): a worker's program has ended; it still serves. *Quiet*
 and this worker has no request in flight. When all are quiet, no request will be made again. *Ready*
 (3): it has checked what the others left behind here, and they may close. A worker closes when all
 are ready and have confirmed that they know it of this worker: its last message may be lost with a
-connection, and behind a proxy a closed port looks like a network that is cut. Pure: the driver
-knows what is in flight.
+connection, and behind a proxy a closed port looks like a network that is cut.
 
 Waiting for the programs of the others has no deadline: a worker that only serves does so inside
 `shutdown`. The time for shutting down begins when each program is over or its worker lost. A lost
@@ -33,25 +32,22 @@ class ShutdownProgress:
         self._gone: set[WorkerId] = set()
         self._disconnected: set[WorkerId] = set()
         self._untold: set[WorkerId] = set()  # peers that may not know our phase
-        self._confirmed: set[WorkerId] = set()  # peers that know that we are ready
+        self.confirmed: set[WorkerId] = set()  # peers that know that we are ready
         self._epochs: Counter[WorkerId] = Counter()  # how often each peer was lost or came back
+        self.until: float | None = None  # when the time to shut down is over, if it has begun
 
     def reached(self, worker: WorkerId, phase: int) -> None:
         """A peer has reached a phase. Phases only grow, so repeats do no harm."""
         self._disconnected.discard(worker)
         self._phase[worker] = max(phase, self._phase.get(worker, 0))
 
-    def confirmed(self, worker: WorkerId) -> None:
-        """A peer knows that we are ready."""
-        self._confirmed.add(worker)
-
     def may_be_gone(self, worker: WorkerId) -> bool:
         """Whether a peer has no reason to stay: it is ready, and knows that we are."""
-        return self.has_reached(worker, READY) and worker in self._confirmed
+        return self.has_reached(worker, READY) and worker in self.confirmed
 
     def unconfirmed(self) -> list[WorkerId]:
         """The peers that are ready and may not know that we are."""
-        known = self._gone | self._confirmed
+        known = self._gone | self.confirmed
         return sorted(w for w, p in self._phase.items() if p >= READY and w not in known)
 
     def peer_lost(self, worker: WorkerId) -> None:
@@ -66,10 +62,7 @@ class ShutdownProgress:
             self.peer_lost(worker)
 
     def disconnected(self, worker: WorkerId) -> bool:
-        """A peer is lost, but may come back: it is waited for until the deadline.
-
-        Our last message may be lost with the connection. True if no thread repeats it yet.
-        """
+        """A peer is lost, and may come back. True if no thread repeats our last message yet."""
         self._epochs[worker] += 1
         self._disconnected.add(worker)
         return self._owe(worker)
@@ -109,23 +102,26 @@ class ShutdownProgress:
         """A peer is back as a later incarnation, which has reached no phase yet."""
         self.is_back(worker)
         self._phase[worker] = 0
-        self._confirmed.discard(worker)
+        self.confirmed.discard(worker)
 
     def has_reached(self, worker: WorkerId, phase: int) -> bool:
         """Whether the present incarnation of a peer has reached a phase."""
         return self._phase.get(worker, 0) >= phase
 
     def blockers(self, missing: Iterable[WorkerId], silent: Iterable[WorkerId]) -> list[WorkerId]:
-        """Those of the missing peers for which the others may be waiting; all, if unknown.
-
-        A peer that is connected and gives signs of life is late only because it waits for others.
-        """
+        """Those of the missing peers for which the others may be waiting; all, if unknown."""
+        # A peer that is connected and gives signs of life is late because it waits for others.
         unheard = self._disconnected.union(silent)
         return [worker for worker in missing if worker in unheard] or list(missing)
 
-    def still_running(self) -> list[WorkerId]:
-        """The peers whose programs still run, as far as is known."""
-        return [worker for worker in self.missing(OVER) if worker not in self._disconnected]
+    def seconds_left(self, now: float, seconds: float) -> float:
+        """What is left of so many seconds, which begin when no program is known to run."""
+        if self._disconnected.issuperset(self.missing(OVER)):
+            if self.until is None:
+                self.until = now + seconds
+            return self.until - now
+        self.until = None
+        return math.inf
 
     def missing(self, phase: int) -> list[WorkerId]:
         """The peers that have not reached a phase and may still do so."""
@@ -134,21 +130,3 @@ class ShutdownProgress:
     def lost_before_quiet(self) -> list[WorkerId]:
         """The peers that were lost before they were quiet."""
         return sorted(w for w in self._gone if self._phase.get(w, QUIET) < QUIET)
-
-
-@final
-class ShutdownDeadline:
-    """The deadline of a shutdown, which begins when no program is known to run."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._until: float | None = None
-
-    def left(self, now: float, progress: ShutdownProgress) -> float:
-        """Seconds left; infinite while a program runs."""
-        if progress.still_running():
-            self._until = None
-            return math.inf
-        if self._until is None:
-            self._until = now + self._seconds
-        return self._until - now

@@ -1,16 +1,19 @@
-"""The workers of a job, with names and addresses: who is admitted, replaced and removed."""
+"""The workers of a job: the directory that each of them has, and the roster of an open world.
+
+A worker is its number, its name and its incarnation. Number and name may be reused once their
+worker is gone. The incarnation is new then, and higher than any before it in the same job.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import final
 
 import msgspec
 
-from gradwire.agent.peers.state import Member, not_unique
 from gradwire.errors import BadMessage, PeerLost, UnknownWorker, UsageError
 from gradwire.ids import ContextId, WorkerId, count_of, first_of, opener_of
 
@@ -37,6 +40,25 @@ class WorkerInfo(msgspec.Struct, frozen=True, order=True):
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker in one incarnation. `note` is text for the layers above; not read here."""
+
+    id: WorkerId
+    name: str
+    address: str
+    incarnation: int = 0
+    note: str = ""
+
+
+def not_unique(name: str, one: WorkerId, other: WorkerId) -> UsageError:
+    """The error for two workers of one name."""
+    return UsageError(
+        f"RPC worker name {name} is not unique. Workers {one} and {other} share the same name.",
+        hint="give each worker of a job a name of its own",
+    )
 
 
 @final
@@ -115,9 +137,8 @@ class Directory:
         that worker's incarnation. A later one would add new ones to none, and a step would use them
         as if they were all. So an incarnation takes part only in contexts that are younger than
         itself. Only their opener knows which those are: its first Hello says it. A worker that may
-        have had an earlier incarnation takes no part in contexts of openers it has not met. And a
-        context whose opener is in a later one by now is dropped everywhere, however late a message
-        names it.
+        have had an earlier incarnation takes no part in contexts of openers it has not met. A
+        context of an opener's earlier incarnation is dropped, however late a message names it.
         """
         opener, me = opener_of(context), self.myself
         if opener == me.id:
@@ -133,20 +154,18 @@ class Directory:
     def admit(self, said: Member) -> list[WorkerId]:
         """Add a peer that says who it is; returns the numbers whose earlier incarnation it ends.
 
-        BadMessage if it may not: a closed world has the members it began with, each in its first
-        incarnation or a later one. An open one admits every worker that knows the job's secret. An
-        incarnation that has ended does not come back.
+        BadMessage if it may not: a closed world has the members it began with, in any incarnation.
+        An open one admits every worker that knows the secret. An ended incarnation stays away.
         """
         with self.lock:
             known = self._by_id.get(said.id)
             this = said.name, said.incarnation
             if known is not None and (known.name, known.incarnation) == this:
                 return []
-            replaced = [] if known is None else [known]
             namesake = self._by_name.get(said.name)
-            if namesake is not None and namesake is not known:
-                replaced.append(namesake)
-            is_back = known is not None and replaced == [known] and known.name == said.name
+            is_back = known is not None and known is namesake
+            others = [known] if is_back else [known, namesake]
+            replaced = [member for member in others if member is not None]
             if self.myself in replaced or not (self.is_open or is_back):
                 raise BadMessage(f"{said.name} claims the number of {self.name(said.id)}")
             earlier = [*replaced, *filter(None, [self._gone.get(said.id)])]
@@ -200,3 +219,64 @@ class Directory:
                 hint=f"the workers are: {', '.join(info.name for info in self.all())}",
             )
         return WorkerInfo(found.name, found.id)
+
+
+@dataclass(frozen=True, slots=True)
+class RosterEntry:
+    """One member, and whether the others know it."""
+
+    member: Member
+    is_announced: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The members of an open world, in the order of their joining; the store holds it as JSON.
+
+    It is a value: every change makes a new one, which the store takes only in place of the old one.
+    A worker that joins first gets an entry, and is *announced* once every worker with an earlier
+    entry knows it. It waits until those are announced themselves: so any two members know each
+    other when both are. No worker waits for a later entry, so there is no cycle.
+    """
+
+    job: str
+    last_incarnation: int = 0
+    entries: tuple[RosterEntry, ...] = ()
+
+    def holders(self, name: str, id: WorkerId) -> list[Member]:
+        """The members that have this name or this number already."""
+        members = [entry.member for entry in self.entries]
+        return [member for member in members if member.name == name or member.id == id]
+
+    def with_member(self, name: str, id: WorkerId, address: str, note: str = "") -> Roster:
+        """The roster with one more member, in a new incarnation, as the last entry."""
+        new = self.last_incarnation + 1
+        entries = (*self.entries, RosterEntry(Member(id, name, address, new, note)))
+        return replace(self, last_incarnation=new, entries=entries)
+
+    def with_announced(self, incarnation: int) -> Roster:
+        """The roster in which this incarnation is announced."""
+        entries = tuple(
+            replace(e, is_announced=True) if e.member.incarnation == incarnation else e
+            for e in self.entries
+        )
+        return replace(self, entries=entries)
+
+    def without(self, incarnations: Collection[int]) -> Roster:
+        """The roster without these incarnations."""
+        entries = tuple(e for e in self.entries if e.member.incarnation not in incarnations)
+        return replace(self, entries=entries)
+
+    def has(self, incarnation: int) -> bool:
+        """Whether this incarnation is still in the roster."""
+        return any(entry.member.incarnation == incarnation for entry in self.entries)
+
+    def before(self, incarnation: int) -> list[Member]:
+        """The members with earlier entries."""
+        return [entry.member for entry in self.entries if entry.member.incarnation < incarnation]
+
+    def unannounced_before(self, incarnation: int) -> list[Member]:
+        """The members with earlier entries that are not announced yet."""
+        earlier = [e for e in self.entries if e.member.incarnation < incarnation]
+        return [e.member for e in earlier if not e.is_announced]

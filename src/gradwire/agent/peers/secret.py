@@ -6,11 +6,10 @@ is never sent: only keys derived from it are used. The environment variable is n
 reading: a process may become a worker again, and its children need the secret as well.
 
 torch's TCPStore listens on all interfaces and authenticates nobody; a file may be writable by
-others. So each value in a `SignedStore` carries an HMAC-SHA256 under a key derived from the secret,
-bound to its name and, where the writer knows it, to the round of joining. A bad signature is
-refused before parsing. A process that can write to the store can still delete a value, restore an
-older one, or change a counter, which is not signed. Then joining fails by its timeout. No impostor
-gets in, as the handshake authenticates each connection again.
+others. So each value in a `SignedStore` carries an HMAC-SHA256, bound to its name and, where the
+writer knows it, to the round of joining. A bad signature is refused before parsing. Who can write
+to the store can still delete a value, restore an older one, or change a counter, which is not
+signed. Then joining fails by its timeout, and the handshake keeps impostors out.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ _HEX_BYTES = 64
 _LENGTHS = struct.Struct(">QQ")
 _FROM_PIPE: ProcessValue[tuple[int, bytes]] = ProcessValue()
 """The descriptor of a pipe and what was read from it: it can be read only once."""
-
 _MAKE_ONE = (
     "python -c 'import secrets; print(secrets.token_hex(32))' > FILE; chmod 600 FILE; then "
     f"Options(secret=FILE) or {SECRET_VARIABLES.file}=FILE for every worker. gradwire.run() and "
@@ -111,26 +109,23 @@ def _in_file(path: str) -> Secret:
     except (OSError, ValueError) as error:
         raise UsageError(f"the secret in {path} cannot be read: {error}", hint=_MAKE_ONE) from error
     try:
-        _check_private(os.fstat(file), path)
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"the secret in {path} is not in a file", hint=_MAKE_ONE)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise UsageError(
+                f"the secret in {path} belongs to user {status.st_uid}, who can change it",
+                hint=f"make it a file of your own: chown {os.geteuid()} {path}",
+            )
+        if status.st_mode & 0o077:
+            raise UsageError(
+                f"the secret in {path} can be read or written by other users "
+                f"(mode {stat.S_IMODE(status.st_mode):04o})",
+                hint=f"chmod 600 {path}, and make a new secret: this one may be known",
+            )
         return _stripped(_read_all(file, path), path)
     finally:
         os.close(file)
-
-
-def _check_private(status: os.stat_result, path: str) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"the secret in {path} is not in a file", hint=_MAKE_ONE)
-    if status.st_uid not in (os.geteuid(), 0):
-        raise UsageError(
-            f"the secret in {path} belongs to user {status.st_uid}, who can change it",
-            hint=f"make it a file of your own: chown {os.geteuid()} {path}",
-        )
-    if status.st_mode & 0o077:
-        raise UsageError(
-            f"the secret in {path} can be read or written by other users "
-            f"(mode {stat.S_IMODE(status.st_mode):04o})",
-            hint=f"chmod 600 {path}, and make a new secret: this one may be known",
-        )
 
 
 def _in_descriptor(number: int) -> Secret:
@@ -179,7 +174,9 @@ def _stripped(data: bytes, origin: str) -> Secret:
 
 def signed(key: bytes, name: str, value: str, round: str = "") -> str:
     """The value with its signature before it."""
-    return _mac(key, name, value, round) + value
+    said = [part.encode() for part in (name, round, value)]
+    lengths = _LENGTHS.pack(len(said[0]), len(said[1]))
+    return hmac.new(key, lengths + b"".join(said), "sha256").hexdigest() + value
 
 
 def verified(key: bytes, name: str, text: bytes, round: str = "") -> str | None:
@@ -188,14 +185,8 @@ def verified(key: bytes, name: str, text: bytes, round: str = "") -> str | None:
         value = text[_HEX_BYTES:].decode()
     except UnicodeDecodeError:
         return None
-    good = hmac.compare_digest(text[:_HEX_BYTES], _mac(key, name, value, round).encode())
+    good = hmac.compare_digest(text, signed(key, name, value, round).encode())
     return value if good else None
-
-
-def _mac(key: bytes, name: str, value: str, round: str) -> str:
-    said = [part.encode() for part in (name, round, value)]
-    lengths = _LENGTHS.pack(len(said[0]), len(said[1]))
-    return hmac.new(key, lengths + b"".join(said), "sha256").hexdigest()
 
 
 @final

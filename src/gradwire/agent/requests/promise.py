@@ -19,15 +19,7 @@ from typing import Any, Generic, TypeVar, final
 import msgspec
 
 from gradwire.agent.requests.timer import explain_shortening
-from gradwire.errors import (
-    BadMessage,
-    CallTimeout,
-    Cancelled,
-    DeadlinePassed,
-    GradwireError,
-    NotTrusted,
-    PeerLost,
-)
+from gradwire.errors import BadMessage, CallTimeout, Cancelled, DeadlinePassed, NotTrusted, PeerLost
 from gradwire.ids import CallId, WorkerId
 
 T = TypeVar("T")
@@ -50,8 +42,7 @@ class Promise(Generic[T]):
 
     __slots__ = ("_callbacks", "_outcome", "_token", "_waiters", "request", "settled")
 
-    request: int
-    """the number of the request that it is for; set only for those of `Agent.request`"""
+    request: int  # the number of the request that it is for; set only for those of `Agent.request`
 
     def __init__(self) -> None:
         self._token = [None]
@@ -116,19 +107,15 @@ class Pending(msgspec.Struct, eq=False):
     deadline: float
     promise: Promise[Any]
     phase: str = "call"
-    inbound: object = None
-    """the request of a peer that it is made for, which is being served here"""
-    notify_cancel: bool = False
-    """whether to send the peer a Cancel if nobody waits for the answer any more"""
-    via: object = None
-    """the channel it is sent on, once known: if the channel ends, the request fails"""
+    inbound: object = None  # the request of a peer that it is made for, which is being served here
+    notify_cancel: bool = False  # send the peer a Cancel if nobody waits for the answer any more
+    via: object = None  # the channel it is sent on, once known: if that ends, the request fails
     n: int = 0  # its number, set by `RequestTable.opened`
 
     def late(self, name: str, me: WorkerId, silence: float) -> CallTimeout:
         """The deadline has passed; `silence` is for how long the worker has sent nothing at all."""
-        waited = self.deadline - self.opened
         silent = f"; it has given no sign of life for {silence:.3g} s" if silence else ""
-        within = f"within {max(0.0, float(f'{waited:.2g}')):g} s"
+        within = f"within {max(0.0, float(f'{self.deadline - self.opened:.2g}')):g} s"
         cut = explain_shortening(self.deadline)
         longer = "the outermost call" if cut else "the call, or Timeouts(call=…) in the options"
         error = CallTimeout(
@@ -137,9 +124,7 @@ class Pending(msgspec.Struct, eq=False):
         )
         return error.about(name, phase=self.phase)
 
-    def lost(
-        self, name: str, me: WorkerId, reason: GradwireError, link: str, now: float
-    ) -> PeerLost:
+    def lost(self, name: str, me: WorkerId, reason: Exception, link: str, now: float) -> PeerLost:
         """The link that it was sent over has ended."""
         where = f"[{self.phase}, {link}, {now - self.opened:.3g} s after it was made]"
         error = PeerLost(f"{name} was lost before answering {self._spoken(me)}: {reason} {where}")
@@ -219,7 +204,7 @@ class RequestTable:
 
     def closed(self) -> list[Pending]:
         """Take out all of them, because this worker stops."""
-        return self._taken(list(self._pending.copy().values()))
+        return self._taken([*self._pending.copy().values()])
 
     def _given_up_of(self, found: list[Pending]) -> list[Pending]:
         """Take these out, and remember them until their answer comes, if it ever does."""
@@ -238,19 +223,13 @@ class RequestTable:
         return [pending for pending in found if self._pending.pop(pending.n, None) is not None]
 
 
-def gone(name: str, reason: GradwireError, link: str) -> PeerLost:
-    """The last link to a worker has ended."""
-    where = f" [{link}]" if link else ""
-    return PeerLost(f"{name} was lost: {reason}{where}").about(name, link=link)
-
-
 def unsent(name: str, what: str, phase: str, error: BaseException) -> BaseException:
     """A message could not be sent: add the peer and the phase to the error."""
+    kind: type[PeerLost | CallTimeout] = CallTimeout
     if isinstance(error, PeerLost):
-        kind: type[GradwireError] = NotTrusted if isinstance(error, NotTrusted) else PeerLost
+        kind = NotTrusted if isinstance(error, NotTrusted) else PeerLost
         text = f"{name} was lost before {what} reached it: {error.message}"
     elif isinstance(error, DeadlinePassed):
-        kind = CallTimeout
         text = f"{what} did not leave for {name} in time: {error.message}"
     else:
         return error

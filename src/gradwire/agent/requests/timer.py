@@ -1,8 +1,7 @@
 """Time in a worker: the clock, deadlines of nested calls, and the thread that watches deadlines.
 
-The timer thread asks each registered watcher what is late, and sleeps until the earliest deadline
-that any of them names. The first deadline starts it, so a worker that waits for nothing has no
-such thread.
+The timer thread asks each watcher what is late, and sleeps until the earliest deadline that any of
+them names. The first deadline starts it, so a worker that waits for nothing has no such thread.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _RETRY_SECONDS = 1.0
 class Clock(Protocol):
     """The time that a worker's deadlines are in. Tests bring a clock that moves when told.
 
-    What a test cannot wait for in its own time uses `time.monotonic`: how long a handler takes, how
-    long a thread reads or is joined, and the deadlines of channels.
+    `time.monotonic` measures what a test cannot wait for in its own time: how long a handler, a
+    read or a join takes, and the deadlines of channels.
     """
 
     def now(self) -> float:
@@ -43,15 +42,12 @@ class MonotonicClock:
     """The clock of the machine."""
 
     def __init__(self) -> None:
-        self.now: Callable[[], float] = time.monotonic
-        """seconds since some fixed moment; no function around it, as it is called often"""
+        self.now: Callable[[], float] = time.monotonic  # no function around it: it is called often
 
     def sleep(self, wake: threading.Condition, until: float | None) -> None:
         """See Clock."""
-        if until is None:
-            wake.wait()
-        else:
-            wake.wait(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
+        left = math.inf if until is None else until - time.monotonic()
+        wake.wait(min(max(0.0, left), threading.TIMEOUT_MAX))
 
 
 # -- deadlines of nested calls
@@ -74,8 +70,7 @@ class ShortenedDeadline(float):
 
     __slots__ = ("asked", "depth", "room")
 
-    depth: int
-    """how many calls with this deadline, or one derived from it, enclose this one"""
+    depth: int  # how many calls with this deadline, or one derived from it, enclose this one
     room: float  # the seconds that all levels share
     asked: float  # the seconds that were asked for
 
@@ -173,25 +168,19 @@ class Timer:
                 # Before the watchers run: a deadline that is added meanwhile arms the timer again.
                 self.armed = math.inf
             with threads.no_collection():  # a finalizer's call would be refused on this thread
-                self._run_watchers()
-
-    def _run_watchers(self) -> None:
-        for watcher in self._watchers:
-            try:
-                deadline = watcher(self.clock.now())
-            except Exception:  # every other wait depends on this thread
-                _log.exception("%s: a watcher failed", self._name)
-                deadline = self.clock.now() + _RETRY_SECONDS
-            if deadline is not None:
-                self.need(deadline)
+                for watcher in self._watchers:
+                    try:
+                        deadline = watcher(self.clock.now())
+                    except Exception:  # every other wait depends on this thread
+                        _log.exception("%s: a watcher failed", self._name)
+                        deadline = self.clock.now() + _RETRY_SECONDS
+                    if deadline is not None:
+                        self.need(deadline)
 
 
 @final
 class Resender(Generic[T]):
-    """Keeps messages until it is time to send them again.
-
-    `send_again` gets those that are due, on the timer's thread, so it must not block.
-    """
+    """Keeps messages until they are due, then gives them to `send_again`, which must not block."""
 
     def __init__(self, timer: Timer, send_again: Callable[[list[T]], None]) -> None:
         self._timer, self._send_again = timer, send_again

@@ -48,10 +48,8 @@ class Source(msgspec.Struct, eq=False):
     channel: Channel
     request: int
     cancelled: str = ""  # why nobody waits for the answer any more, once that is so
-    note: bytes = b""
-    """what the layer above sends along with the answer or the failure"""
-    device_map: dict[str, str] | None = None
-    """of the peer; the tensors of the answer leave by the inverted one, see devices/maps.py"""
+    note: bytes = b""  # what the layer above sends along with the answer or the failure
+    device_map: dict[str, str] | None = None  # the peer's; see devices/maps.py
 
 
 Payload = memoryview | None
@@ -91,7 +89,6 @@ class Registered(NamedTuple):
 
 
 Run = Callable[..., None]
-TakeAnswer = Callable[[WorkerId, Frame], None]
 
 
 class Interceptor(Protocol):
@@ -103,9 +100,7 @@ class Interceptor(Protocol):
     def around(self, frame: Frame, registered: Registered, run: Run) -> tuple[Registered, Run]:
         """The replacements for the handler of a frame, and for `Dispatch._run` around it."""
 
-    def take_answer(
-        self, take: TakeAnswer, worker: WorkerId, channel: Channel, frame: Frame
-    ) -> None:
+    def take_answer(self, take: Run, worker: WorkerId, channel: Channel, frame: Frame) -> None:
         """Take an answer, in place of `take(worker, frame)`."""
 
 
@@ -166,11 +161,9 @@ class Dispatch:
             run(source, registered, message, payload)
             return None
         key = registered.latency_key(message)
-        if registered.lane is Lane.USER:
+        pool = self.user if registered.lane is Lane.USER else self.service
+        if pool is self.user:
             self.inbound_requests.add(source)
-            pool = self.user
-        else:
-            pool = self.service
         if may_run and self._latency.is_short(key) and pool.has_room():
             job = partial(run, source, registered, message, payload, key, 0, pool)
             return job if self._surroundings is None else partial(self._run_inside, job)

@@ -4,8 +4,8 @@
 - Bytes of messages that wait to be served (`Limits.unserved`): a correct peer waits for answers
   before it has sent so much (`Limits.in_flight`), so the connection of any other is ended.
 - Bytes of calls to a peer that have no answer yet (`Limits.in_flight`): a fast caller waits, so
-  that it does not fill the memory of a slow callee. A call that a served function makes does not
-  wait: the answers it would wait for may themselves depend on it.
+  that it does not fill the memory of a slow callee. A call made by a served function does not
+  wait: the answers it would wait for may depend on it.
 """
 
 from __future__ import annotations

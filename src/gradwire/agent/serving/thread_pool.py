@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import final
 
 from gradwire import threads
@@ -23,7 +23,6 @@ _log = logging.getLogger("gradwire")
 
 Job = Callable[[], object]
 
-_COUNTED_NOWHERE: AbstractContextManager[None] = nullcontext()
 _IDLE_KEPT = 4
 _IDLE_SECONDS = 5.0
 
@@ -52,8 +51,7 @@ class ElasticPool:
         self._threads: set[threading.Thread] = set()
         self._idle = self._busy = 0
         self.guests: list[None] = []
-        """one for each job that runs on a thread outside the pool, for which `mine.pool` is set;
-        changed in one step, so it needs no lock"""
+        """one for each job on a thread outside the pool; changed in one step: it needs no lock"""
         self._closed = False
         call_after_fork(self)
 
@@ -73,7 +71,7 @@ class ElasticPool:
         return True
 
     def submit_or_run(self, job: Job) -> None:
-        """Queue a job; run it here and now if the pool is closed, as its effect is waited for."""
+        """Queue a job; run it here and now if the pool is closed."""
         if not self.submit(job):
             job()
 
@@ -94,12 +92,12 @@ class ElasticPool:
         """Whether the calling thread runs a job of this pool."""
         return mine.pool is self
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Inside the block this thread is not counted, if it runs a job of this pool."""
-        return self._not_counted() if self.runs_this_thread else _COUNTED_NOWHERE
-
     @contextmanager
-    def _not_counted(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
+        """Inside the block this thread is not counted, if it runs a job of this pool."""
+        if mine.pool is not self:
+            yield
+            return
         with self.lock:
             self._busy -= 1
             self._start_one_if_needed()
@@ -148,11 +146,12 @@ class ElasticPool:
         with self.lock:
             self._idle -= 1
             self._start_one_if_needed()
-        return self._idle_again
 
-    def _idle_again(self) -> None:
-        with self.lock:
-            self._idle += 1
+        def idle_again() -> None:
+            with self.lock:
+                self._idle += 1
+
+        return idle_again
 
     def _loop(self) -> None:
         duties = threads.mine

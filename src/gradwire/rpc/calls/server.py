@@ -33,8 +33,8 @@ from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
 from gradwire.rpc.profiling import function_span
 from gradwire.rpc.recompute.checkpoint_run import CalleeRun
+from gradwire.rpc.refs.exchange import check_kept
 from gradwire.rpc.refs.handles_state import RefHandle
-from gradwire.rpc.refs.permissions import check_kept
 from gradwire.rpc.refs.refs import Content, Raised, Value
 from gradwire.torch_private import NOTHING, is_profiled
 

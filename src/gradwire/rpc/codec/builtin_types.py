@@ -6,10 +6,10 @@ in named_types.py.
 The decoders raise what Python raises when a node does not fit, and `Codec.decode` turns that into
 BadMessage. They check only what Python would let pass.
 
-The bytes of an array of any dtype are sent as a flat uint8 tensor, so that large arrays are sent as
-efficiently as tensors; the dtype is sent as numpy's short string for it. Only dtypes that this
-string describes completely are sent: no objects, no fields. Numpy would make an array of pointers
-from a peer's bytes if asked to, so the string is matched before numpy sees it.
+The bytes of an array are sent as a flat uint8 tensor, so that large arrays are sent as efficiently
+as tensors; the dtype is sent as numpy's short string for it. Only dtypes that this string describes
+completely are sent: no objects, no fields. Numpy would make an array of pointers from a peer's
+bytes if asked to, so the string is matched before numpy sees it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ def _by_key(owner: dict[object, object], n: int) -> str:
     return f'["{key}"]' if type(key) is str else f"[{reprlib.repr(key)}]"
 
 
-def _by_attribute(owner: object, n: int) -> str:
-    names = ("_metadata",) if type(owner) is OrderedDict else ("start", "stop", "step")
-    return f".{names[n]}"
-
-
 def _filled(value: D, flat: list[object]) -> D:
     """The dict, filled from a flat list of keys and values in turn."""
     value.update(zip(flat[::2], flat[1::2], strict=True))
@@ -71,7 +66,8 @@ def _encode_ordered_dict(walk: Encoder, value: OrderedDict[object, object]) -> o
             f"an OrderedDict with the attributes {sorted(attributes)} cannot be serialized",
             hint="send the attributes beside it",
         )
-    node = walk.children([Tag.ORDERED_DICT], value, [attributes.get("_metadata")], _by_attribute)
+    metadata = [attributes.get("_metadata")]
+    node = walk.children([Tag.ORDERED_DICT], value, metadata, lambda *_: "._metadata")
     return walk.children(node, value, chain.from_iterable(value.items()), _by_key)
 
 
@@ -143,18 +139,14 @@ def _decode_size(_walk: Decoder, node: Node) -> object:
 
 
 def _encode_dict(walk: Encoder, value: dict[object, object]) -> object:
-    if not value:
-        return [Tag.DICT]
-    return walk.children([Tag.DICT], value, chain.from_iterable(value.items()), _by_key)
+    items = chain.from_iterable(value.items())
+    return walk.children([Tag.DICT], value, items, _by_key) if value else [Tag.DICT]
 
 
-def _bounds(walk: Encoder, tag: int, value: slice | range) -> object:
-    return walk.children([tag], value, (value.start, value.stop, value.step), _by_attribute)
-
-
-def _data_of(node: Node) -> bytes:
-    _, data = node
-    return exactly(data, bytes)
+def _encode_bounds(walk: Encoder, tag: int, value: slice | range) -> object:
+    names = ("start", "stop", "step")
+    bounds = [getattr(value, name) for name in names]
+    return walk.children([tag], value, bounds, lambda _, n: f".{names[n]}")
 
 
 def _range_of(start: object, stop: object, step: object) -> range:
@@ -163,6 +155,11 @@ def _range_of(start: object, stop: object, step: object) -> range:
 
 def _slice_of(start: object, stop: object, step: object) -> slice:
     return slice(start, stop, step)
+
+
+def _data_of(node: Node) -> bytes:
+    _, data = node
+    return exactly(data, bytes)
 
 
 def _ellipsis_of(_tag: object) -> EllipsisType:
@@ -253,8 +250,8 @@ ENCODERS: dict[type, TypeEncoder] = {
     int: _encode_int,
     str: _encode_str,
     complex: lambda _, value: [Tag.COMPLEX, value.real, value.imag],
-    slice: lambda walk, value: _bounds(walk, Tag.SLICE, value),
-    range: lambda walk, value: _bounds(walk, Tag.RANGE, value),
+    slice: lambda walk, value: _encode_bounds(walk, Tag.SLICE, value),
+    range: lambda walk, value: _encode_bounds(walk, Tag.RANGE, value),
     EllipsisType: lambda _, __: [Tag.ELLIPSIS],
     bytearray: lambda _, value: [Tag.BYTEARRAY, bytes(value)],
     OrderedDict: _encode_ordered_dict,

@@ -33,7 +33,6 @@ from gradwire.rpc.codec.walk import (
     Node,
     Place,
     Tag,
-    TypeDecoder,
     TypeEncoder,
     exactly,
 )
@@ -66,10 +65,6 @@ _NEVER_SENT: tuple[tuple[type | tuple[type, ...], str, str], ...] = (
         "send a list of what it yields, list(...)",
     ),
 )
-_MODULE_HINT = (
-    "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
-    "(gradwire.remote), or send its state_dict()"
-)
 _TWO_WAYS = (
     "give its class a codec with gradwire.register_codec on both workers, or allow pickles with "
     "Options(pickle=True) on both"
@@ -85,15 +80,9 @@ class Codec:
         self, names: Registry, limits: Limits, fallback: PickleCodec | None = None
     ) -> None:
         self._names, self._limits, self._fallback = names, limits, fallback
-        self._encoders: dict[type, TypeEncoder] = {
-            **builtin_types.ENCODERS,
-            **named_types.ENCODERS,
-        }
-        self._decoders: dict[int, TypeDecoder] = {
-            **builtin_types.DECODERS,
-            **named_types.DECODERS,
-            Tag.PICKLED: self._decode_fallback,
-        }
+        self._encoders = builtin_types.ENCODERS | named_types.ENCODERS
+        self._decoders = builtin_types.DECODERS | named_types.DECODERS
+        self._decoders[Tag.PICKLED] = self._decode_fallback
         self._extended: list[type] = []
 
     def extend(self, kind: type, tag: int, encode: Conversion, decode: Conversion) -> None:
@@ -177,10 +166,10 @@ class Codec:
         encoder = named_types.maybe_encoder(kind)
         if encoder is None and any(issubclass(kind, kinds) for kinds, *_ in _NEVER_SENT):
             encoder = _refuse
-        if encoder is None and self._fallback is not None:
-            encoder = self._encode_fallback
         if encoder is None:
-            raise _refused_type(kind)
+            if self._fallback is None:
+                raise _refused_type(kind)
+            encoder = self._encode_fallback
         self._encoders[kind] = encoder
         return encoder
 
@@ -209,9 +198,8 @@ def _placed(refusal: NotSerializable, place: Place) -> NotSerializable:
     if isinstance(place, str):
         return refusal.inside(place)
     for index, name in enumerate(place):
-        step = f"[{index}]"
-        if refusal.place.startswith(step):
-            rest = refusal.place.removeprefix(step)
+        rest = refusal.place.removeprefix(f"[{index}]")
+        if rest != refusal.place:
             return NotSerializable(refusal.message, place=name + rest, hint=refusal.hint)
     return refusal
 
@@ -227,7 +215,10 @@ def _refuse(_walk: Encoder, value: object) -> NoReturn:
 def _refused_type(kind: type) -> NotSerializable:
     base = next((base for base in _PLAIN_BASES if issubclass(kind, base)), None)
     if issubclass(kind, nn.Module):
-        hint = _MODULE_HINT
+        hint = (
+            "make it where it runs with gradwire.RemoteModule, keep it there behind a reference "
+            "(gradwire.remote), or send its state_dict()"
+        )
     elif issubclass(kind, Tensor) and hasattr(kind, "full_tensor"):
         hint = "a DTensor is spread over a mesh: send its full_tensor(), or its to_local()"
     else:

@@ -1,14 +1,12 @@
 """Encodes values by a name: functions, classes, enums, namedtuples, dataclasses, and those that
 have a codec of the user's.
 
-An enum is sent as the name of its member, a namedtuple or dataclass as its fields. A dataclass is
-rebuilt field by field without its constructor, as `copy` does: `__init__` takes no init=False
-fields and needs InitVars that were not kept, `__post_init__` would convert the fields a second
-time, and frozen classes and slots need no special case. So only fields can arrive, and an instance
-with other attributes is refused; values of a cached_property are dropped, to be computed again.
-
-The names of the fields are sent too, so that two workers with different versions of a class do not
-silently swap its values.
+An enum is sent as the name of its member, a namedtuple or dataclass as its fields, with their names
+so that two versions of a class do not silently swap its values. A dataclass is rebuilt field by
+field without its constructor, as `copy` does: `__init__` takes no init=False fields and needs
+InitVars that were not kept, `__post_init__` would convert the fields a second time, and frozen
+classes and slots need no special case. So only fields can arrive, and an instance with other
+attributes is refused; values of a cached_property are dropped, to be computed again.
 
 A user's codec turns a value into others, which are encoded by the same rules. The table of codecs
 is filled as modules are imported, like that of @expose, and a peer's names are only compared with
@@ -18,7 +16,7 @@ it. The codec has to check what it decodes, because a peer may send anything ins
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum, Flag
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
@@ -122,23 +120,23 @@ def _decode_enum(walk: Decoder, node: Node) -> object:
     return _class(walk, name, Flag)(exactly(walk.value(member), int))
 
 
-def _by_field(owner: object, n: int) -> str:
-    return f".{_fields_of(type(owner))[n]}"
-
-
-def _fields_of(kind: type) -> tuple[str, ...]:
+def _fields_of(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a namedtuple or dataclass; none of another tuple that a peer names."""
     if issubclass(kind, tuple):
         return cast(tuple[str, ...], getattr(kind, "_fields", ()))
-    if dataclasses.is_dataclass(kind):
-        return tuple(field.name for field in dataclasses.fields(kind))
-    return ()
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _encode_named_tuple(walk: Encoder, value: tuple[object, ...]) -> object:
+    _refuse_more(type(value), getattr(value, "__dict__", {}).keys())
+    return _encode_fields(walk, Tag.NAMED_TUPLE, value, value)
+
+
+def _encode_fields(walk: Encoder, tag: int, value: object, items: Iterable[object]) -> object:
     kind = type(value)
-    _refuse_more(kind, getattr(value, "__dict__", {}).keys())
-    node: Node = [Tag.NAMED_TUPLE, walk.name_of(kind), ",".join(_fields_of(kind))]
-    return walk.children(node, value, value, _by_field)
+    names = _fields_of(kind)
+    node: Node = [tag, walk.name_of(kind), ",".join(names)]
+    return walk.children(node, value, items, lambda _, n: f".{names[n]}")
 
 
 def _decode_named_tuple(walk: Decoder, node: Node) -> object:
@@ -169,8 +167,7 @@ def _encode_dataclass(walk: Encoder, value: object) -> object:
             f"a {type_name(kind)} without a value for {', '.join(missing)} cannot be serialized",
             hint="give every field a value or a default",
         )
-    node: Node = [Tag.DATACLASS, walk.name_of(kind), ",".join(names)]
-    return walk.children(node, value, [getattr(value, name) for name in names], _by_field)
+    return _encode_fields(walk, Tag.DATACLASS, value, [getattr(value, name) for name in names])
 
 
 def _decode_dataclass(walk: Decoder, node: Node) -> object:
@@ -214,8 +211,7 @@ def _encode_return_type(walk: Encoder, value: tuple[object, ...]) -> object:
 
 
 def _decode_return_type(walk: Decoder, node: Node) -> object:
-    kind = _RETURN_TYPES[exactly(node[1], str)]
-    return kind(walk.children(node, 2))
+    return _RETURN_TYPES[exactly(node[1], str)](walk.children(node, 2))
 
 
 def _encode_parts(walk: Encoder, value: Any) -> object:  # noqa: ANN401

@@ -8,14 +8,13 @@ Note [Parameters]: a tensor is sent beside the pickle and stays part of the grap
 nn.Parameter among the arguments, in their containers (subclasses too: a call is a NamedTuple) or in
 the fields of a dataclass, and arrives as a plain tensor of the graph. Where no edge was recorded
 there is no graph to lose, and programs written for torch get an nn.Parameter, as from torch. Inside
-any other object, such as a module, it is copied with that object and arrives as a leaf: the code
-that receives a module may register, freeze and optimize its parameters, which a tensor with a
-grad_fn does not allow. No gradient comes back to the original, so copies are counted, and the
-caller is warned (rpc/graph_cut.py).
+any other object, such as a module, it is copied and arrives as a leaf: the code that receives a
+module may register, freeze and optimize its parameters, which a tensor with a grad_fn does not
+allow. No gradient comes back to the original, so the caller is warned (rpc/graph_cut.py).
 
-TorchScript is pickled as torch.distributed.rpc does it. A function is sent by its name, and its
-module is imported on the other worker if no TorchScript of that name is compiled there. A module is
-sent as the archive that torch saves, with copies of its parameters.
+TorchScript is pickled as torch.distributed.rpc does it: a function by its name, whose module is
+imported on the other worker if no TorchScript of that name is compiled there; a module as the
+archive that torch saves, with copies of its parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -113,10 +112,7 @@ def dumps(value: object) -> bytes:
 
 
 def loads(data: bytes) -> Any:  # noqa: ANN401
-    """The value that `dumps` pickled.
-
-    Never call it on bytes from a peer: see launch/pickled_arguments.py.
-    """
+    """The value that `dumps` pickled. Not for a peer's bytes: see launch/child.py."""
     return pickle.loads(data)
 
 
@@ -147,11 +143,8 @@ class _Pickler(pickle.Pickler):
                 self._places[id(value)] = len(self.tensors)
                 self.tensors.append(value)
             return _TENSOR if kind is Tensor else _PARAMETER, self._places[id(value)]
-        extension = self._encoders.get(kind)
-        if extension is None:
-            return None
-        tag, encode = extension
-        return tag, encode(value)
+        tag, encode = self._encoders.get(kind, (None, None))
+        return None if encode is None else (tag, encode(value))
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401
         """Pickle values with a reducer by it, and nameless functions by cloudpickle, if there."""
@@ -243,9 +236,8 @@ def function_named(name: str) -> Any:  # noqa: ANN401
     unit = torch.jit._state._python_cu
     found = unit.find_function(name)
     if found is None:
-        home = name.removeprefix(_ROOT).rpartition(".")[0]
         with suppress(ImportError, ValueError):
-            importlib.import_module(home)
+            importlib.import_module(name.removeprefix(_ROOT).rpartition(".")[0])
         found = unit.find_function(name)
     if found is None:
         raise AttributeError(f"no TorchScript function {name.removeprefix(_ROOT)} is compiled here")
@@ -256,5 +248,4 @@ def module_from(data: bytes) -> ScriptModule:
     """The module of an archive. Not by torch.jit.load, which warns that it is deprecated."""
     load: Any = torch._C.import_ir_module_from_buffer
     wrap: Any = torch.jit._recursive.wrap_cpp_module
-    module: ScriptModule = wrap(load(torch._C.CompilationUnit(), data, None, {}, False))
-    return module
+    return cast(ScriptModule, wrap(load(torch._C.CompilationUnit(), data, None, {}, False)))

@@ -38,33 +38,10 @@ END_OF_TAGS = 128
 class Tag:
     """The first element of every node: the type of the value. New numbers are added at the end."""
 
-    LIST = 0
-    TUPLE = 1
-    DICT = 2
-    SET = 3
-    FROZENSET = 4
-    TENSOR = 5
-    BIG_INT = 6
-    COMPLEX = 7
-    SLICE = 8
-    RANGE = 9
-    ELLIPSIS = 10
-    BYTEARRAY = 11
-    SURROGATES = 12
-    ORDERED_DICT = 13
-    TORCH_CONSTANT = 14
-    DEVICE = 15
-    SIZE = 16
-    ARRAY = 17
-    NUMPY_SCALAR = 18
-    NAMED = 19
-    ENUM = 20
-    NAMED_TUPLE = 21
-    DATACLASS = 22
-    RETURN_TYPE = 23
-    PARTS = 24
-    REGISTERED = 25
-    PICKLED = 26
+    LIST, TUPLE, DICT, SET, FROZENSET, TENSOR, BIG_INT, COMPLEX, SLICE, RANGE = range(10)
+    ELLIPSIS, BYTEARRAY, SURROGATES, ORDERED_DICT = range(10, 14)
+    TORCH_CONSTANT, DEVICE, SIZE, ARRAY, NUMPY_SCALAR = range(14, 19)
+    NAMED, ENUM, NAMED_TUPLE, DATACLASS, RETURN_TYPE, PARTS, REGISTERED, PICKLED = range(19, 27)
 
 
 class Encoded(NamedTuple):

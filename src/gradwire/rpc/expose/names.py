@@ -27,10 +27,10 @@ def name_of(target: Function) -> str:
     """The name of a function or class; NotExposed if it does not lead back. hot: every call"""
     # The calls of a program are mostly of these two types, which need no further look.
     is_plain = type(target) is FunctionType
-    is_common = is_plain or type(target) is BuiltinFunctionType
-    listed = (
-        torch_allowlist.names().get(target) if is_common else torch_allowlist.maybe_name(target)
-    )
+    if is_plain or type(target) is BuiltinFunctionType:
+        listed = torch_allowlist.names().get(target)
+    else:
+        listed = torch_allowlist.maybe_name(target)
     if listed is not None:
         return listed
     if is_plain:
@@ -162,6 +162,5 @@ def _nameless_hint(target: object) -> str:
 
 def _needs_object(name: str, message: str) -> NotExposed:
     method = name.rpartition(".")[2]
-    return NotExposed(
-        message, hint=f"use rref.rpc_sync().{method}(...) on a reference to the object"
-    )
+    hint = f"use rref.rpc_sync().{method}(...) on a reference to the object"
+    return NotExposed(message, hint=hint)

@@ -43,9 +43,6 @@ __all__ = ["DUNDERS", "Function", "Registry", "exception_name", "expose", "name_
 _T = TypeVar("_T", bound=Function)
 
 _MOST_METHODS = 4096
-_NOWHERE = types.ModuleType("nowhere")
-
-
 _MARK = "__gradwire_exposed__"
 
 # Where to find what @expose was put on; filled as modules are imported. The place rather than the
@@ -73,8 +70,8 @@ _METHOD_KINDS = (
 _SEQUENCE = "__contains__ __getitem__ __len__ count index"
 _SET = "__contains__ __len__ copy difference intersection isdisjoint issubset issuperset union"
 # Not str.format and format_map: their fields can read attributes ("{0.__class__}").
-_BUILTIN_METHODS: Mapping[type, frozenset[str]] = {
-    cls: frozenset(methods.split())
+_BUILTIN_METHODS: Mapping[type, set[str]] = {
+    cls: set(methods.split())
     for cls, methods in {
         list: f"""{_SEQUENCE} __delitem__ __setitem__ append clear copy extend insert pop remove
             reverse sort""",
@@ -166,7 +163,8 @@ class Registry:
             top = home.partition(".")[0]
             hint = _OTHERS_HINT if _is_foreign(top) and top != "__main__" else _FUNCTION_HINT
             raise NotExposed(f"{_printable(name)} is not exposed on this worker", hint=hint)
-        if vars(sys.modules.get(home, _NOWHERE)).get(attribute, _NOWHERE) is found:
+        defined: Mapping[str, object] = getattr(sys.modules.get(home), "__dict__", {})
+        if defined.get(attribute) is found:
             self._known[name] = home, attribute, found
         return found
 
@@ -246,7 +244,9 @@ class Registry:
         """
         classes = cls.__mro__[: cls.__mro__.index(definer) + 1]
         if _is_builtin_or_torch(definer):
-            return any(_lists_method(base, method) for base in classes) or self._is_exposed(definer)
+            lists = (_BUILTIN_METHODS, torch_allowlist.methods())
+            is_listed = any(method in each.get(base, ()) for each in lists for base in classes)
+            return is_listed or self._is_exposed(definer)
         return any(map(self._is_exposed, classes)) or _is_marked(vars(definer)[method])
 
     def _is_exposed(self, cls: type) -> bool:
@@ -342,10 +342,6 @@ def _is_foreign(home: str) -> bool:
 
 def _is_builtin_or_torch(definer: type) -> bool:
     return _home_of(definer) in ("builtins", "torch")
-
-
-def _lists_method(cls: type, method: str) -> bool:
-    return method in _BUILTIN_METHODS.get(cls, ()) or torch_allowlist.lists_method(cls, method)
 
 
 def _maybe_definer(cls: type, attribute: str) -> type | None:

@@ -4,10 +4,10 @@
     torch_classes.txt     classes to construct, as module:Class, and the methods that may be called
                           on one held by a reference, as module:Class.method
 
-A peer's string is only compared with these lines. The object is then found by the line, in a module
-imported here. A line that this version of torch does not have counts as not listed. Nothing on the
-lists gives access to files, code or the state of the process. Whether an operator checks its
-arguments is up to torch; operators known to crash on bad arguments are not listed.
+A peer's string is only compared with these lines; the object is then found by the line. A line
+that this version of torch does not have counts as not listed. Nothing on the lists gives access to
+files, code or the state of the process. Whether an operator checks its arguments is up to torch;
+operators known to crash on bad arguments are not listed.
 
 This file must not know registries or user code.
 """
@@ -22,18 +22,6 @@ from pathlib import Path
 
 import torch
 
-_HOMES: Mapping[str, object] = {
-    "torch": torch,
-    "torch.autograd": torch.autograd,
-    "torch.fft": torch.fft,
-    "torch.linalg": torch.linalg,
-    "torch.nn": torch.nn,
-    "torch.nn.functional": torch.nn.functional,
-    "torch.ops.aten": torch.ops.aten,
-    "torch.optim": torch.optim,
-    "torch.optim.lr_scheduler": torch.optim.lr_scheduler,
-    "torch.special": torch.special,
-}
 _ATEN = "torch.ops.aten:"
 _PACKET, _OVERLOAD = type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)
 _COMPILED_KINDS = (
@@ -97,11 +85,6 @@ def is_compiled(target: object) -> bool:
     return isinstance(home, str) and home.partition(".")[0] == "torch"
 
 
-def lists_method(cls: type, method: str) -> bool:
-    """Whether the lists allow calling `method` on objects of exactly this torch class."""
-    return method in _methods().get(cls, ())
-
-
 def is_forward(value: object, definer: type, name: str) -> bool:
     """Whether this is the `forward` or `__call__` of a module, defined by a class of torch.
 
@@ -130,9 +113,8 @@ def _maybe_function(line: str) -> Callable[..., object] | None:
 
 
 def _maybe_fetch(line: str) -> object | None:
-    home, _, qualname = line.partition(":")
-    found: object | None = _HOMES[home]
-    for part in qualname.split("."):
+    found: object | None = torch
+    for part in line.replace(":", ".").split(".")[1:]:
         found = getattr(found, part, None)
     return found
 
@@ -151,11 +133,12 @@ def _stands_alone(line: str) -> bool:
 
 
 @functools.cache
-def _methods() -> Mapping[type, frozenset[str]]:
-    methods: dict[type, set[str]] = {}
+def methods() -> Mapping[type, set[str]]:
+    """The methods that may be called on objects of exactly these classes."""
+    found: dict[type, set[str]] = {}
     for line in classes():
         owner, _, method = line.rpartition(".")
         cls = _maybe_fetch(owner) if ":" in owner else None
         if isinstance(cls, type):
-            methods.setdefault(cls, set()).add(method)
-    return {cls: frozenset(names) for cls, names in methods.items()}
+            found.setdefault(cls, set()).add(method)
+    return found

@@ -1,5 +1,4 @@
 """Activation checkpoints whose function makes remote calls: callees repeat their random numbers.
 
-checkpoint_hooks.py learns from torch when a checkpoint runs; checkpoint_run.py is one such run.
-Read the note in checkpoint_run.py first.
+Read the note in checkpoint_run.py first; recording.py has what one run leaves to its repetitions.
 """

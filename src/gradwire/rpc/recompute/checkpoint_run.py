@@ -1,20 +1,22 @@
 """One run of a checkpoint's function, forward or recomputation, on the caller or on a callee.
 
+torch has no hook to learn of such a run. So both kinds of checkpoint (reentrant and not) are
+wrapped, at the end of this file, where each has the function at hand.
+
 Note [Random numbers under a checkpoint]:
     `torch.utils.checkpoint` runs a function in the forward pass and again in the backward pass
-    (the recomputation). With preserve_rng_state it restores the state of the random generators
-    before the second run, so that dropout, for example, draws the same mask. This covers the
-    caller's process only: a callee draws from its own generators.
+    (the recomputation). With preserve_rng_state it restores the random generators before the
+    second run, so that dropout draws the same mask: those of the caller's process only.
 
-    Forward: each call tells its callee that it runs under a checkpoint. The callee records the
-    state of its generators before the function starts and returns it with the answer, together
-    with the states that its own callees returned to it. If nothing was drawn, nothing is returned.
+    Forward: each call tells its callee that it runs under a checkpoint. The callee returns, with
+    the answer, the state of its generators before the function, and the states that its own
+    callees returned to it. If nothing was drawn, nothing is returned.
     Recomputation: the k-th call sends back what the k-th call of the forward returned. The callee
     sets its generators to that state, runs the function, and then restores its own state.
 
-    The state is encrypted: only the worker that made it can use it. An answer that is an error has
-    it, too, because the caller may catch the error and go on. A callee waits for the answers to
-    its own calls before it answers: their states are part of what it returns.
+    An answer that is an error has the state, too, because the caller may catch the error and go
+    on. A callee waits for the answers to its own calls before it answers: their states are part of
+    what it returns.
 
     Generators belong to the process, and functions run in many threads. So code that runs for a
     checkpoint takes turns (Generators). It ends its turn while it waits for a call, a future or
@@ -22,24 +24,28 @@ Note [Random numbers under a checkpoint]:
     other code drew during one, the state after it is recorded. Functions that no checkpoint calls
     take no turns. If one of them draws in between, the recomputation on a callee ends in another
     state than the forward, and is refused.
+
+    A process without a worker, and preserve_rng_state=False, are left to torch's own code.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Self, cast, final
 
 import torch
+from torch.utils import checkpoint as _checkpoint
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.remote_errors import note_of
 from gradwire.agent.requests.promise import Promise
-from gradwire.current import get_current, swap_checkpoint_run
+from gradwire.current import current_worker, get_current, swap_checkpoint_run
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Result, ValueReady
 from gradwire.rpc.recompute.recording import (
@@ -143,7 +149,7 @@ def _record_answer(recorded: RecordedCall, outcome: Outcome) -> None:
 
 @final
 class CheckpointRun:
-    """One run of a checkpoint's function, in one thread; `outer` is the run around it there.
+    """One run of a checkpoint's function, in one thread.
 
     A forward writes a recording (`recorded`). A recomputation reads one (`replayed`); it is not
     part of the forwards around it, so it writes nothing into their recordings.
@@ -165,14 +171,20 @@ class CheckpointRun:
         self.is_interleaved = False
         """whether code without a turn ran at the same time, and may have drawn"""
         around = current_checkpoint_run()
-        self.outer = around if around is not None and around._encloses(generators) else None
+        self._outer: Runs = ()
+        """the runs around this one in its thread, innermost first"""
+        self._forwards: Runs = ()
+        """those of them whose forward this one is part of, up to the nearest recomputation"""
+        if around is not None and around._is_here() and around.generators is generators:
+            self._outer = (around, *around._outer)
+            self._forwards = () if is_recomputation else (around, *around._forwards)
 
     def __enter__(self) -> Self:
         replayed = self.replayed
         if replayed is not None and replayed.is_interleaved and replayed.has_drawn_here:
             raise UsageError(_INTERLEAVED, hint=_INTERLEAVED_HINT)
         # The outermost run of a thread takes the turn for those inside it.
-        self._has_turn = self.outer is None and self.generators.take_turn()
+        self._has_turn = not self._outer and self.generators.take_turn()
         self._overlaps = self.generators.overlaps if self._has_turn else -1
         try:
             self._before = self.begin = self.generators.get_state()
@@ -211,7 +223,7 @@ class CheckpointRun:
 
     def _find_overlaps(self) -> None:
         """Mark the runs of this thread if code without a turn ran since their turn began."""
-        runs = list(self._enclosing())
+        runs = (self, *self._outer)
         if self.generators.overlaps != runs[-1]._overlaps:
             for run in runs:
                 run.is_interleaved = True
@@ -220,24 +232,22 @@ class CheckpointRun:
         if self._has_turn:
             self._has_turn = False
             self.generators.end_turn()
-        elif self.outer is None:  # this code had no turn: the one that has it must notice
+        elif not self._outer:  # this code had no turn: the one that has it must notice
             self.generators.overlaps += 1
 
-    def _encloses(self, generators: Generators) -> bool:
-        """Whether a run that begins now, on this thread, is inside this one."""
-        is_here = self.thread == threading.get_ident()
-        return not self._is_over and is_here and self.generators is generators
+    def _is_here(self) -> bool:
+        """Whether the current code runs inside this function, on its thread."""
+        return not self._is_over and self.thread == threading.get_ident()
 
     def calling(self, key: CallKey) -> CheckpointedCall | None:
         """This code makes a call; None if its callee need not know of the checkpoint."""
         if self._is_over:
             return None
-        runs = self._recording_runs()
-        replayed, is_elsewhere = runs[-1].replayed, threading.get_ident() != self.thread
-        if is_elsewhere:  # calls of other threads have no order: a recomputation must not draw
-            if replayed is None:
-                return None
-            return CheckpointedCall(self, UNKNOWN_CALL, Draws(True, b"", False))
+        runs = (self, *self._forwards)
+        replayed = runs[-1].replayed
+        if not self._is_here():  # calls of other threads have no order: no recomputation may draw
+            unknown = CheckpointedCall(self, UNKNOWN_CALL, Draws(True, b"", False))
+            return None if replayed is None else unknown
         call = RecordedCall(key) if replayed is None else replayed.repeated(runs[-1]._calls, key)
         for run in runs:
             run._calls += 1
@@ -248,10 +258,10 @@ class CheckpointRun:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside the block this code waits for a call, and other code may draw."""
-        if self._is_over or threading.get_ident() != self.thread:
+        if not self._is_here():
             yield
             return
-        generators, every = self.generators, list(self._enclosing())
+        generators, every = self.generators, (self, *self._outer)
         mine = generators.get_state()
         recomputations = [run for run in every if run.replayed is not None]
         # Other code must see the state that was there before the outermost recomputation.
@@ -270,26 +280,13 @@ class CheckpointRun:
                 assert nearest.replayed is not None
                 outermost._before, now = now, nearest.replayed.after_waits.get(nearest._waits, mine)
                 generators.set_state(now)
-            for run in self._recording_runs():
+            for run in (self, *self._forwards):
                 if run.recorded is not None and now != mine:
                     run.recorded.after_waits[run._waits] = now
                 run._waits += 1
 
-    def _enclosing(self) -> Iterator[CheckpointRun]:
-        """This run and those around it, innermost first."""
-        run: CheckpointRun | None = self
-        while run is not None:
-            yield run
-            run = run.outer
 
-    def _recording_runs(self) -> list[CheckpointRun]:
-        """The runs whose forward this code is part of, up to the nearest recomputation."""
-        found: list[CheckpointRun] = []
-        for run in self._enclosing():
-            found.append(run)
-            if run.replayed is not None:
-                break
-        return found
+Runs = tuple[CheckpointRun, ...]
 
 
 def current_checkpoint_run() -> CheckpointRun | None:
@@ -375,3 +372,79 @@ _HINT = (
     "let no other function draw there at the same time (Options(threads=1) runs one after the "
     "other), or checkpoint(preserve_rng_state=False) if it does not matter which numbers are drawn"
 )
+
+
+# -- torch's checkpoints
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+"""the one other module of torch that imports the generator function by name"""
+
+
+def _find_generators() -> Generators | None:
+    worker = current_worker.maybe_find()
+    return None if worker is None else cast(Generators, worker.generators)
+
+
+def _wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(
+        ctx: object, run_function: Callable[..., Any], preserve_rng_state: bool, *args: object
+    ) -> Any:  # noqa: ANN401
+        generators = _find_generators() if preserve_rng_state else None
+        if generators is None:
+            return forward(ctx, run_function, preserve_rng_state, *args)
+        recording = Recording()
+
+        def recorded(*args: object) -> Any:  # noqa: ANN401
+            again = bool(recording.start)  # the first call is the forward
+            with CheckpointRun(generators, recording, is_recomputation=again):
+                return run_function(*args)
+
+        return forward(ctx, recorded, False, *args)
+
+    return watched
+
+
+def _wrapped_generator(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    def watched(
+        fn: Callable[..., Any],
+        preserve_rng_state: bool = True,
+        *options_and_args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Iterator[None]:
+        # Without a graph nothing is recomputed.
+        generators = _find_generators() if preserve_rng_state and torch.is_grad_enabled() else None
+        if generators is None:
+            yield from generator(fn, preserve_rng_state, *options_and_args, **kwargs)
+            return
+        recording = Recording()
+
+        def again(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            with CheckpointRun(generators, recording, is_recomputation=True):
+                return fn(*args, **kwargs)
+
+        with CheckpointRun(generators, recording, is_recomputation=False):
+            yield from generator(again, False, *options_and_args, **kwargs)
+        if len(generators.get_state()) != len(recording.start):
+            raise RuntimeError(
+                "PyTorch's device state was initialized in the forward pass of a Checkpoint, "
+                "which is not allowed."
+            )
+
+    return watched
+
+
+def wrap_checkpoints() -> None:
+    """Replace torch's two functions. Called once per process, when rpc/worker.py is imported."""
+    function = _checkpoint.CheckpointFunction
+    original = getattr(_checkpoint, _GENERATOR, None)
+    if original is None:
+        raise ImportError(
+            f"torch {torch.__version__} lacks torch.utils.checkpoint.{_GENERATOR}; gradwire needs "
+            "torch 2.11 or newer"
+        )
+    watched = _wrapped_generator(original)
+    for module in (_checkpoint, sys.modules.get(_COMPOSABLE)):
+        if module is not None and getattr(module, _GENERATOR, None) is original:
+            setattr(module, _GENERATOR, watched)
+    function.forward = staticmethod(_wrapped_forward(function.forward))  # type: ignore[method-assign]

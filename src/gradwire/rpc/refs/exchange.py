@@ -1,9 +1,14 @@
 """The messages of reference counting: sent, and sent again until they are answered; and served.
 
-state.py decides what they change; permissions.py decides which peer may send which. All of them are
-idempotent, so repeating does no harm. The table knows what is still unanswered and is asked before
-each repetition. A worker that refuses connections, or that could not be reached for
-CONTROL_SECONDS, is reported lost: where there is no connection, none can break.
+state.py decides what they change. All of them are idempotent, so repeating does no harm. The table
+knows what is still unanswered and is asked before each repetition. A worker that refuses
+connections, or that could not be reached for CONTROL_SECONDS, is reported lost: where there is no
+connection, none can break.
+
+Note [Permissions]
+The ids of references can be guessed, so an id alone gives no rights. A peer may use, pass on and
+drop what it holds, and keep results under its own ids. It may claim that a third worker made its
+fork, if that worker holds the value: only that worker could contradict.
 
 Note [An answer accepts]
 A reference that is passed to its owner depends on the fork it was made from until the owner holds
@@ -14,21 +19,23 @@ only together with the peer. If a call fails or is given up, separate Accept mes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import final
 
 from gradwire.agent.agent import Agent, Answer, OnLost, Outcome
 from gradwire.agent.messages import Done
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.requests.timer import Resender
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
-from gradwire.errors import GradwireError, PeerLost, UsageError
-from gradwire.ids import ForkId, WorkerId
-from gradwire.rpc.messages import Accept, Counted, Drop, Fork, QueryFork, Reference
-from gradwire.rpc.refs import permissions
+from gradwire.errors import BadMessage, GradwireError, PeerLost, StaleIncarnation, UsageError
+from gradwire.ids import ForkId, RefId, WorkerId
+from gradwire.rpc.messages import Accept, Counted, Drop, Fork, Kept, QueryFork, Reference
 from gradwire.rpc.refs.handles_state import (
     Action,
     AskMaker,
+    RefHandle,
     SendAccept,
     SendDrop,
     SendFork,
@@ -51,10 +58,7 @@ Heard = Callable[[Sending, Verdict | None], None]
 
 @final
 class RefSender:
-    """Sends one worker's messages about references, and repeats them until they are answered.
-
-    `lost` is called for a peer that cannot be reached.
-    """
+    """Sends one worker's messages about references; `lost` is called for unreachable peers."""
 
     def __init__(self, agent: Agent, table: RefTable, heard: Heard, lost: OnLost) -> None:
         self._agent, self._table, self._heard, self._lost = agent, table, heard, lost
@@ -65,10 +69,8 @@ class RefSender:
         self._resender: Resender[_Entry] = Resender(agent.timer, self._send_again)
 
     def send_soon(self, sending: Sending, since: float | None = None) -> None:
-        """Send on a service thread: the caller may hold locks, or be in a garbage collection.
-
-        At most one thread per peer: a message may bring a hundred references.
-        """
+        """Send on a service thread: the caller may hold locks, or be in a garbage collection."""
+        # At most one thread per peer: a message may bring a hundred references.
         peer, mine = sending.to, deque([(sending, since)])
         with self._lock:
             waiting = self._soon.setdefault(peer, mine)
@@ -91,12 +93,10 @@ class RefSender:
     def _send(self, sending: Sending, since: float | None) -> None:
         with self._lock:
             acked_below = self._table.acked_below(sending.to)
-        message = _message(sending, acked_below)
+        text = str(message := _message(sending, acked_below))
         limit = self._agent.clock.now() + CONTROL_SECONDS
         try:
-            _, answer = self._agent.request(
-                sending.to, message, deadline=limit, description=str(message)
-            )
+            _, answer = self._agent.request(sending.to, message, deadline=limit, description=text)
         except UsageError:  # this worker has shut down
             return
         except GradwireError as error:
@@ -169,7 +169,7 @@ class RefServer:
         agent: Agent,
         table: RefTable,
         check_limit: Callable[[WorkerId], None],
-        perform: Callable[[Sequence[Action]], None],
+        perform: Callable[[Iterable[Action]], None],
     ) -> None:
         self._agent, self._table, self._lock = agent, table, agent.directory.lock
         self._me, self._check_limit, self._perform = agent.directory.me.id, check_limit, perform
@@ -182,12 +182,11 @@ class RefServer:
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
         self._check_limit(source.worker)
         with self._lock:
-            permissions.check_fork(self._table, message, source.worker, self._me)
+            check_fork(self._table, message, source.worker, self._me)
             self._agent.check_asker(source)
             self._table.owned.forget_acked(source.worker, message.acked_below)
-            verdict = self._table.owned.fork_arrived(
-                message.ref, message.fork, source.worker, message.n
-            )
+            asked = (message.ref, message.fork, source.worker, message.n)
+            verdict = self._table.owned.fork_arrived(*asked)
         self._answer(source, Counted(verdict.value))
 
     def _serve_expected(self, message: QueryFork, _: Payload, source: Source) -> None:
@@ -204,7 +203,7 @@ class RefServer:
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
         with self._lock:
             holder = self._table.owned.holder_of(message.ref, message.fork)
-            permissions.check_end(message.fork, holder, source.worker)
+            check_end(message.fork, holder, source.worker)
             self._table.owned.forget_acked(source.worker, message.acked_below)
             actions = self._table.owned.drop_arrived(message.ref, message.fork)
         self._answer(source, Done())
@@ -236,12 +235,71 @@ class RefServer:
 
     def answer_arrived(self, forks: Sequence[ForkId], source: WorkerId) -> None:
         """The answer to a call of this worker accepts forks that were made for it."""
-        actions: list[Action] = []
         with self._lock:
-            for fork in forks:
-                actions += self._accepted(fork, source)
-        self._perform(actions)
+            accepted = [self._accepted(fork, source) for fork in forks]
+        self._perform(chain.from_iterable(accepted))
 
     def _accepted(self, fork: ForkId, by: WorkerId) -> list[Action]:
-        permissions.check_end(fork, self._table.taker_of(fork), by)
+        check_end(fork, self._table.taker_of(fork), by)
         return self._table.accept_arrived(fork)
+
+
+# -- see Note [Permissions]
+
+
+def check_kept(keep: Kept, source: WorkerId, me: WorkerId) -> None:
+    """A call may keep its result here only under an id of its caller."""
+    maker = source if keep.fork is None else keep.fork.worker
+    if keep.ref.worker != source or maker != source or (keep.fork is None and source != me):
+        raise BadMessage(f"w{source} wants to keep a value as {keep.ref}, which is not its own")
+
+
+def check_passed(
+    table: RefTable, references: Sequence[Reference], source: WorkerId, me: Member
+) -> None:
+    """A peer may pass on forks that it made, of values that it may use."""
+    for came in references:
+        if came.fork.worker != source:
+            raise BadMessage(f"w{source} passed {came.fork}, which it did not make")
+        if came.owner == me.id and came.incarnation < me.incarnation:
+            raise stale_incarnation(came.ref, me.name, came.incarnation, me.incarnation)
+        if came.owner == me.id:
+            check_use(table, came.ref, source)
+
+
+def stale_incarnation(ref: RefId, owner: str, then: int, now: int) -> StaleIncarnation:
+    """The error for a reference to a value of an earlier incarnation of its owner."""
+    return StaleIncarnation(
+        f"{ref} belongs to incarnation {then} of {owner}, which was restarted as incarnation {now}",
+        hint="make the value anew; gradwire.retrying(restore=…) is a place to do so",
+    )
+
+
+def check_incarnation(directory: Directory, handle: RefHandle) -> None:
+    """StaleIncarnation if the owner was restarted since the value was made."""
+    now = directory.incarnation(handle.owner)
+    if handle.incarnation < now:
+        raise stale_incarnation(handle.ref, directory.name(handle.owner), handle.incarnation, now)
+
+
+def check_use(table: RefTable, ref: RefId, source: WorkerId) -> None:
+    """A peer may use a value of this worker if it holds a reference."""
+    if not table.owned.may_use(ref, source):
+        raise BadMessage(
+            f"w{source} does not hold {ref}",
+            hint="only a worker that holds a reference may use its value",
+        )
+
+
+def check_fork(table: RefTable, asked: Fork, source: WorkerId, me: WorkerId) -> None:
+    """A peer may ask to count a fork that a holder made; forks made here are counted already."""
+    ref, fork = asked.ref, asked.fork
+    is_another = table.owned.holder_of(ref, fork) not in (None, source)
+    if is_another or fork.worker == me or not table.owned.may_use(ref, fork.worker):
+        raise BadMessage(f"w{source} has no right to {fork} of {ref}: its maker does not hold it")
+
+
+def check_end(fork: ForkId, holder: WorkerId | None, source: WorkerId) -> None:
+    """Only the holder of a fork, if we know one, may accept or drop it."""
+    if holder not in (None, source):
+        raise BadMessage(f"w{source} may not end {fork}, which w{holder} holds")

@@ -10,6 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from gradwire import threads
@@ -25,9 +26,9 @@ class FinalizerQueue:
     def __init__(self, name: str, ended: Callable[[RefHandle], None]) -> None:
         self._name, self._ended = name, ended
         self._lock = threading.RLock()
-        self._queue: queue.SimpleQueue[RefHandle | Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self.closed = False
 
     @property
     def is_busy(self) -> bool:
@@ -38,7 +39,7 @@ class FinalizerQueue:
         """When `rref` dies, its handle ends."""
         self._begin()
         # SimpleQueue.put is safe in a finalizer: it takes no lock that its thread could hold.
-        weakref.finalize(rref, self._queue.put, handle).atexit = False
+        weakref.finalize(rref, self._queue.put, partial(self._ended, handle)).atexit = False
 
     def on_death(self, what: object, call: Callable[[], None]) -> None:
         """When `what` dies, run `call` on the thread of this queue."""
@@ -47,17 +48,17 @@ class FinalizerQueue:
 
     def close(self) -> None:
         """Process what is in the queue, and stop the thread."""
-        self._closed = True
+        self.closed = True
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
 
     def _begin(self) -> None:
-        if self._thread is not None or self._closed:
+        if self._thread is not None or self.closed:
             return
         thread = threads.thread(self._name, self._run)
         with self._lock:  # no calls in here, see docs/threads.md
-            is_first = self._thread is None and not self._closed
+            is_first = self._thread is None and not self.closed
             if is_first:
                 self._thread = thread
         if is_first:
@@ -65,14 +66,11 @@ class FinalizerQueue:
 
     def _died(self, call: Callable[[], None]) -> None:
         """Runs in a finalizer. After close() no thread would take the entry, so call it here."""
-        if self._closed:
+        if self.closed:
             call()
         else:
             self._queue.put(call)
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
-            if isinstance(entry, RefHandle):
-                self._ended(entry)
-            else:
-                entry()
+            entry()

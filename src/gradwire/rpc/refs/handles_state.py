@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 from gradwire.ids import ForkId, RefId, WorkerId
 
@@ -22,7 +22,6 @@ class RefHandle(NamedTuple):
     """that of the owner when the value was made"""
 
 
-@final
 class LentRef:
     """A handle in a call to its owner; see Note [A call may borrow a reference], refs.py."""
 
@@ -37,14 +36,10 @@ class LentRef:
         return [handle.ref.worker, handle.ref.n, handle.incarnation]
 
 
-@final
-class BorrowedRef:
-    """A LentRef as it arrives on the owner. It cannot be passed on."""
+class BorrowedRef(LentRef):
+    """A LentRef as it arrives on the owner. It cannot be passed on: the codec matches types."""
 
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: RefHandle) -> None:
-        self.handle = handle
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,9 +201,7 @@ class Owned:
     def forks_of(self, worker: WorkerId) -> int:
         """Forks that count for its limit: those it holds, and dropped ones it may request again."""
         dropped = sum(self.holder_of(*counted) != worker for counted in self.requests.of(worker))
-        return dropped + sum(
-            holder == worker for value in self.values.values() for holder in value.forks.values()
-        )
+        return dropped + sum(holder == worker for *_, holder in self.leaks())
 
     def _drop_forks_of(self, ref: RefId, worker: WorkerId) -> list[Action]:
         value = self.values[ref]

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, final
 
 from gradwire.agent.agent import Agent, Outcome
@@ -30,8 +31,14 @@ from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageE
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
 from gradwire.rpc.recompute.checkpoint_run import current_checkpoint_run, waiting
-from gradwire.rpc.refs import permissions
-from gradwire.rpc.refs.exchange import RefSender, RefServer
+from gradwire.rpc.refs.exchange import (
+    RefSender,
+    RefServer,
+    check_incarnation,
+    check_passed,
+    check_use,
+    stale_incarnation,
+)
 from gradwire.rpc.refs.finalizers import FinalizerQueue
 from gradwire.rpc.refs.handles_state import (
     Action,
@@ -73,9 +80,7 @@ Content = Value | Raised
 class MessageRefs:
     """A block in which a thread packs or unpacks one message: the references in it, by index.
 
-    If packing fails, `undo` takes them back.
-
-    hot: around every argument list and result that needs a walk
+    If packing fails, `undo` takes them back. hot: each argument list or result that needs a walk
     """
 
     __slots__ = ("_local", "_outer", "_undo", "deadline", "refs", "to")
@@ -111,17 +116,16 @@ class Refs:
     """
 
     def __init__(self, agent: Agent, make: Callable[[RefHandle], object]) -> None:
+        self._agent, self.make = agent, make
         me = self._me = agent.directory.myself
-        self._agent = agent
-        self.make = make
         self._lock = agent.directory.lock
         self._counted = threading.Condition(self._lock)
         self._table = RefTable(me.id, first=first_of(me.incarnation))
         self._values: dict[RefId, Promise[Content]] = {}
         self._local = threading.local()
-        self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
-        self.watch, self.on_death = self._finalizers.watch, self._finalizers.on_death
-        self._closed = False
+        finalizers = self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
+        self.watch, self.on_death = finalizers.watch, finalizers.on_death
+        self.close = finalizers.close
         self._limit_checks = 0
         self.abandoned = False
         """whether this worker has ended all its handles on values of other workers"""
@@ -150,7 +154,7 @@ class Refs:
         """The value of this worker that `ref` names, maybe not made yet, if `peer` may use it."""
         with self._lock:
             if peer is not None:
-                permissions.check_use(self._table, ref, peer)
+                check_use(self._table, ref, peer)
             kept = self._values.get(ref)
         if kept is None:
             raise UsageError(
@@ -162,8 +166,7 @@ class Refs:
     def value_here(self, handle: RefHandle, deadline: float) -> object:
         """The value, on its owner, once made; raises what the function that makes it raised."""
         if handle.fork is not None:
-            directory = self._agent.directory
-            me, owner = directory.me, directory.name(handle.owner)
+            me, owner = self._agent.directory.me, self._agent.directory.name(handle.owner)
             raise UsageError(
                 f"For {handle.ref}, can't call localValue() on user {me}. Call it on owner {owner}",
                 hint="to_here() fetches a copy of the value",
@@ -259,7 +262,7 @@ class Refs:
         if inbound is None:
             raise BadMessage(f"{ref} was lent without a call")
         if incarnation < me.incarnation:
-            raise permissions.stale_incarnation(ref, me.name, incarnation, me.incarnation)
+            raise stale_incarnation(ref, me.name, incarnation, me.incarnation)
         self.content(ref, inbound.worker)  # raises unless the caller holds it
         return BorrowedRef(RefHandle(ref, me.id, None, incarnation))
 
@@ -270,7 +273,7 @@ class Refs:
     def pack(self, handle: RefHandle) -> int:
         """Add a reference to the message being packed; returns its index."""
         message: MessageRefs = self._local.message
-        permissions.check_incarnation(self._agent.directory, handle)
+        check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_asking, handle, message.deadline)
         with self._lock:
             fork = self._table.pack(handle, message.to)
@@ -279,7 +282,7 @@ class Refs:
 
     def wait_until_counted(self, handle: RefHandle, deadline: float) -> None:
         """Wait until the owner has counted a handle: a fetch may overtake the creating call."""
-        permissions.check_incarnation(self._agent.directory, handle)
+        check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_uncounted, handle, deadline)
 
     def _wait_while(
@@ -291,15 +294,12 @@ class Refs:
         if fork is None or not uncounted(fork):
             return
 
-        def is_counted() -> bool:
-            return not uncounted(fork)
-
         def sleep() -> None:
             left = min(max(0.0, deadline - self._agent.clock.now()), threading.TIMEOUT_MAX)
             with self._counted:
-                self._counted.wait_for(is_counted, left)
+                self._counted.wait_for(lambda: not uncounted(fork), left)
 
-        self._agent.wait(handle.owner, is_counted, sleep)
+        self._agent.wait(handle.owner, lambda: not uncounted(fork), sleep)
         if uncounted(fork):
             owner = self._agent.directory.name(handle.owner)
             raise CallTimeout(f"{owner} did not count {fork} of {handle.ref} in time")
@@ -307,17 +307,15 @@ class Refs:
     def wait_until_all_counted(self, references: Sequence[Reference], deadline: float) -> None:
         """The same for the references of one message."""
         for came in references:
-            if came.owner != self._agent.directory.me.id:
+            if came.owner != self._me.id:
                 handle = RefHandle(came.ref, came.owner, came.fork, came.incarnation)
                 self.wait_until_counted(handle, deadline)
 
     def pack_undone(self, references: Sequence[Reference]) -> None:
         """The message with these references was not sent."""
-        actions: list[Action] = []
         with self._lock:
-            for made in references:
-                actions += self._table.pack_undone(made.ref, made.fork)
-        self._perform(actions)
+            undone = [self._table.pack_undone(made.ref, made.fork) for made in references]
+        self._perform(chain.from_iterable(undone))
 
     def unpacking(
         self, references: Sequence[Reference], source: WorkerId, *, is_answered: bool = False
@@ -326,7 +324,7 @@ class Refs:
         if not references:
             return MessageRefs(self._local, [])
         with self._lock:
-            permissions.check_passed(self._table, references, source, self._agent.directory.myself)
+            check_passed(self._table, references, source, self._agent.directory.myself)
         handles = self.arrived(references, is_answered=is_answered)
         return MessageRefs(self._local, [self.make(handle) for handle in handles])
 
@@ -401,7 +399,8 @@ class Refs:
     def pending(self) -> bool:
         """Whether messages about references are still unanswered, or to be sent."""
         with self._lock:
-            return not self._closed and (self._table.pending() or self._finalizers.is_busy)
+            is_pending = self._table.pending() or self._finalizers.is_busy
+            return is_pending and not self._finalizers.closed
 
     def leaks(self) -> list[str]:
         """The forks of this worker's values that other workers still hold, as text."""
@@ -414,11 +413,6 @@ class Refs:
         with self._lock:
             return self._table.statistics()
 
-    def close(self) -> None:
-        """Stop the finalizer queue."""
-        self._closed = True
-        self._finalizers.close()
-
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:
             actions = self._table.peer_lost(worker)
@@ -429,7 +423,7 @@ class Refs:
         with self._lock:
             self._table.peer_joined(worker)
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case ForgetValue(ref):

@@ -186,24 +186,22 @@ class RefTable:
     def creation_answered(self, fork: ForkId) -> list[Action]:
         """The owner answered the creating call: it has counted the fork, or never will."""
         # Counted in both cases: the owner ignores the Drop of a fork that it does not know.
-        return self._counted(held) if (held := self._creating(fork)) else []
+        return self._counted(held) if (held := self._maybe_in(_Stage.CREATING, fork)) else []
 
     def creation_timed_out(self, fork: ForkId) -> list[Action]:
         """The caller no longer waits for the answer."""
         # See Note [A creation that timed out is asked about].
-        return self._ask(held) if (held := self._creating(fork)) else []
+        return self._ask(held) if (held := self._maybe_in(_Stage.CREATING, fork)) else []
 
     def creation_lost(self, fork: ForkId) -> list[Action]:
         """The creating call was lost with the connection to the owner."""
-        held = self._creating(fork)
+        held = self._maybe_in(_Stage.CREATING, fork)
         return self._mark_unreachable(held, held.owner) if held else []
 
     def creation_undone(self, fork: ForkId) -> None:
         """The creating call was certainly not sent."""
         held = self._held.pop(fork, None)
-        assert held is None or not held.children, (
-            f"{fork} was passed on before its creating call was sent"
-        )
+        assert held is None or not held.children, f"{fork} was passed on before its creating call"
 
     # Messages of other workers.
 
@@ -222,8 +220,8 @@ class RefTable:
 
     def fork_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The owner answered our Fork."""
-        held = self._held.get(fork)
-        if held is None or held.stage is not _Stage.ASKING:
+        held = self._maybe_in(_Stage.ASKING, fork)
+        if held is None:
             return []
         if verdict is Verdict.NOT_YET:
             return [] if fork.worker == self._me else [AskMaker(fork, fork.worker)]
@@ -233,8 +231,8 @@ class RefTable:
 
     def maker_answered(self, fork: ForkId, verdict: Verdict) -> list[Action]:
         """The maker of our fork answered whether the value may still be created."""
-        held = self._held.get(fork)
-        if held is None or held.stage is not _Stage.ASKING or verdict is not Verdict.NEVER:
+        held = self._maybe_in(_Stage.ASKING, fork)
+        if held is None or verdict is not Verdict.NEVER:
             return []
         return self._mark_unreachable(held, held.owner)
 
@@ -283,13 +281,12 @@ class RefTable:
 
     def is_confirmed(self, fork: ForkId) -> bool:
         """Whether a fork is counted and its handle has not ended: it keeps the value alive."""
-        held = self._held.get(fork)
-        return held is not None and held.alive and held.stage is _Stage.COUNTED
+        held = self._maybe_in(_Stage.COUNTED, fork)
+        return held is not None and held.alive
 
     def is_asking(self, fork: ForkId) -> bool:
         """Whether the owner has still to count a fork; until then it cannot be passed on."""
-        held = self._held.get(fork)
-        return held is not None and held.stage is _Stage.ASKING
+        return self._maybe_in(_Stage.ASKING, fork) is not None
 
     def is_uncounted(self, fork: ForkId) -> bool:
         """Whether the owner may not know the value yet; until then it cannot be fetched."""
@@ -342,9 +339,9 @@ class RefTable:
 
     # The forks that are held here.
 
-    def _creating(self, fork: ForkId) -> _HeldFork | None:
+    def _maybe_in(self, stage: _Stage, fork: ForkId) -> _HeldFork | None:
         held = self._held.get(fork)
-        return held if held is not None and held.stage is _Stage.CREATING else None
+        return held if held is not None and held.stage is stage else None
 
     def _passable_fork(self, ref: RefId, fork: ForkId) -> _HeldFork:
         held = self._held.get(fork)
@@ -354,9 +351,8 @@ class RefTable:
                 hint="pass references on before shutdown()",
             )
         if held.lost is not None:
-            raise PeerLost(
-                f"{ref} cannot be passed on: w{held.lost} or the connection to it was lost"
-            )
+            lost = f"w{held.lost} or the connection to it was lost"
+            raise PeerLost(f"{ref} cannot be passed on: {lost}")
         if held.stage is _Stage.ASKING:
             raise UsageError(
                 f"{ref} cannot be passed on before w{held.owner} has counted {fork}",

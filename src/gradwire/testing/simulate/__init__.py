@@ -17,14 +17,7 @@ blame, that everything ends in time, and that nothing is left behind.
 """
 
 from gradwire.testing.simulate.faults import Faults
-from gradwire.testing.simulate.history import (
-    History,
-    Outcome,
-    Setting,
-    Stuck,
-    play,
-    setting_of,
-    simulate,
-)
+from gradwire.testing.simulate.history import History, Outcome, Setting, play, setting_of, simulate
+from gradwire.testing.simulate.scheduler import Stuck
 
 __all__ = ["Faults", "Outcome", "Setting", "Stuck", "History", "play", "setting_of", "simulate"]

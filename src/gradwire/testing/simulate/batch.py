@@ -22,8 +22,7 @@ _EFFECTS = ("lost frames", "late frames", "failed steps", "good steps")
 _MOST_SHOWN = 5
 _TELL_SECONDS = 5.0
 _FREEZE_EVERY = 50
-_SHARE = 25
-"""How many seeds a process is given at a time."""
+_SHARE = 25  # how many seeds a process is given at a time
 
 
 @dataclass(slots=True)

@@ -23,24 +23,15 @@ from gradwire.testing.simulate.world import ANY, BACKWARD, World
 class Faults:
     """How many of each kind, within how many steps; `heal` says whether they end."""
 
-    crashes: int = 0
-    """workers that stop in the middle; half of them are noticed only after a while"""
-    cuts: int = 0
-    """links whose connections end, with what was on its way"""
-    stalls: int = 0
-    """links over which nothing arrives, and nothing ends"""
-    slow: int = 0
-    """links that take up to a second for each message"""
-    repeats: float = 0.0
-    """how often a message that may come twice does"""
-    lies: int = 0
-    """Releases of edges that lead to another worker than the one that sends it"""
-    within: int = 150
-    """steps, the first of which a fault may follow"""
-    spared: tuple[str, ...] = ()
-    """workers that do not crash"""
-    heal: bool = True
-    """links are mended and workers restarted after a while; else never"""
+    crashes: int = 0  # workers that stop in the middle; half of them are noticed only after a while
+    cuts: int = 0  # links whose connections end, with what was on its way
+    stalls: int = 0  # links over which nothing arrives, and nothing ends
+    slow: int = 0  # links that take up to a second for each message
+    repeats: float = 0.0  # how often a message that may come twice does
+    lies: int = 0  # Releases of edges that lead to another worker than the one that sends it
+    within: int = 150  # steps, the first of which a fault may follow
+    spared: tuple[str, ...] = ()  # workers that do not crash
+    heal: bool = True  # links are mended and workers restarted after a while; else never
 
 
 @final
@@ -50,12 +41,9 @@ class Nemesis:
     def __init__(self, world: World, faults: Faults, seed: int) -> None:
         self._world, self._faults = world, faults
         self._random = random.Random(f"faults {seed}")
-        self.victims: set[str] = set()
-        """workers that a fault has hit, themselves or by a link of theirs"""
-        self.may_be_silent = False
-        """whether there was a fault that only a deadline can notice"""
-        self.liars: set[str] = set()
-        """workers that have said what is not true; nobody else may come to harm by that"""
+        self.victims: set[str] = set()  # workers that a fault has hit, or a link of theirs
+        self.may_be_silent = False  # whether there was a fault that only a deadline can notice
+        self.liars: set[str] = set()  # workers that lied; nobody else may come to harm by that
         self._is_over = False
         kinds: list[Callable[[], None]] = [
             *[self._crash] * faults.crashes,
@@ -98,7 +86,7 @@ class Nemesis:
 
     def _restart(self, name: str) -> None:
         world = self._world
-        if not world.incarnations[name].process.is_dead:
+        if not world.incarnations[name].is_dead:
             return
         links = [world.network.link(name, other) for other in world.names if other != name]
         if any(link.is_cut or link.is_stalled for link in links):

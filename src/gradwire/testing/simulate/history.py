@@ -14,29 +14,21 @@ from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from gradwire.errors import DeadlinePassed, GradwireError
+from gradwire.errors import DeadlinePassed
 from gradwire.options import Options, Timeouts
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.testing.simulate import programs
 from gradwire.testing.simulate.faults import Faults, Nemesis
 from gradwire.testing.simulate.programs import Script, random_script
-from gradwire.testing.simulate.scheduler import Runaway, Task
+from gradwire.testing.simulate.scheduler import Runaway, Stuck, Task
 from gradwire.testing.simulate.stage import StepRun
 from gradwire.testing.simulate.world import World
 
 TIMEOUTS = Timeouts(
-    call=5.0,
-    backward=8.0,
-    connect=2.0,
-    handshake=2.0,
-    join=20.0,
-    shutdown=10.0,
-    suspect=2.0,
-    dead=6.0,
+    call=5, backward=8, connect=2, handshake=2, join=20, shutdown=10, suspect=2, dead=6
 )
 T = TypeVar("T")
-_NOTICED_SECONDS = 2.5
-"""The longest that the end of a worker stays unseen by its peers."""
+_NOTICED_SECONDS = 2.5  # the longest that the end of a worker stays unseen by its peers
 _SETTLED_SECONDS = 1.0
 _LOOK_SECONDS, _LOOKS = 5.0, 60
 """How often it is looked whether something is left, and how often at most: beyond every lease."""
@@ -242,10 +234,6 @@ def leaks(worker: Worker) -> list[str]:
 # -- programs of your own
 
 
-class Stuck(GradwireError):
-    """A program did not end in the time it had, or nothing could happen any more."""
-
-
 @dataclass(slots=True)
 class Outcome(Generic[T]):
     """How a program ended: `result`, or the `error` that it raised; and all that happened."""
@@ -253,10 +241,8 @@ class Outcome(Generic[T]):
     result: T | None
     error: BaseException | None
     trace: list[str]
-    counts: Counter[str]
-    """faults that were injected and events of the workers, by kind"""
-    seconds: float
-    """on the simulated clock"""
+    counts: Counter[str]  # faults that were injected and events of the workers, by kind
+    seconds: float  # on the simulated clock
 
 
 def simulate(

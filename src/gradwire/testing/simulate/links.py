@@ -36,8 +36,7 @@ from gradwire.wire.message import Frame
 if TYPE_CHECKING:
     from gradwire.testing.simulate.world import World
 
-_PROOF = "proof"
-"""What bytes of a handshake are called in traces."""
+_PROOF = "proof"  # what bytes of a handshake are called in traces
 _GLANCE_SECONDS = 0.005
 _USUAL_SECONDS = 0.002
 
@@ -108,8 +107,7 @@ class Pipe:
             if scheduler.now >= until or done():
                 raise Empty
             glance = math.inf if done is never else scheduler.now + _GLANCE_SECONDS
-            limit = min(until, glance)
-            scheduler.block(self._readers, None if limit == math.inf else limit)
+            scheduler.block(self._readers, min(until, glance))
         if self._inbox[0] is None:
             return None
         self.frames_received += 1
@@ -201,10 +199,8 @@ class SimulatedNetwork:
 
     def __init__(self, scheduler: Scheduler, world: World, capacity: int) -> None:
         self.scheduler, self.world = scheduler, world
-        self.capacity = capacity
-        """how many frames a stalled direction of a connection holds"""
-        self.links: dict[frozenset[str], Link] = {}
-        """all that were used"""
+        self.capacity = capacity  # how many frames a stalled direction of a connection holds
+        self.links: dict[frozenset[str], Link] = {}  # all that were used
         self.pool = BlockPool()
         self._listeners: dict[str, tuple[Process, MemoryListener]] = {}
         self._channels: list[SimulatedChannel] = []

@@ -24,7 +24,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, final
@@ -48,8 +48,7 @@ class Lock:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._is_held = False
-        self._depth = 0
-        """how often an RLock was taken"""
+        self._depth = 0  # how often an RLock was taken
         self._waits: list[Wait] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -59,13 +58,10 @@ class Lock:
         if scheduler.current.is_unwinding:
             raise Unwound
         scheduler.maybe_preempt()
-        if self._is_held:
-            if not blocking:
+        until = scheduler.deadline(timeout)
+        while self._is_held:
+            if not blocking or not scheduler.block(self._waits, until):
                 return False
-            until = scheduler.deadline(timeout)
-            while self._is_held:
-                if not scheduler.block(self._waits, until):
-                    return False
         self._is_held = True
         return True
 
@@ -159,9 +155,9 @@ class Condition:
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:  # noqa: ANN401
         until = self._scheduler.deadline(timeout)
         while not (result := predicate()):
-            if until is not None and self._scheduler.now >= until:
+            if self._scheduler.now >= until:
                 break
-            self.wait(None if until is None else until - self._scheduler.now)
+            self.wait(until - self._scheduler.now)
         return result
 
     def notify(self, n: int = 1) -> None:
@@ -236,24 +232,18 @@ class Thread(Task):
         self,
         scheduler: Scheduler,
         group: None = None,
-        target: Callable[..., object] | None = None,
+        target: Callable[..., object] = lambda: None,
         name: str | None = None,
         args: Iterable[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         daemon: bool | None = None,
     ) -> None:
-        super().__init__(scheduler, name or "thread")
-        self._target, self._args, self._kwargs = target, tuple(args), dict(kwargs or {})
+        super().__init__(scheduler, name or "thread", partial(target, *args, **(kwargs or {})))
         self.daemon = bool(daemon)
 
     def start(self) -> None:
-        self.scheduler.start(self, self.scheduler.me().process, self._run)
-
-    def _run(self) -> None:
-        target, self._target = self._target, None
-        if target is not None:
-            target(*self._args, **self._kwargs)
+        self.scheduler.start(self, self.scheduler.me().process)
 
 
 def thread(
@@ -280,16 +270,14 @@ class Timer(Thread):
         args: Iterable[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._cancelled = Event(scheduler)
+        cancelled = Event(scheduler)
+        self.cancel = cancelled.set
 
         def later(*args: object, **kwargs: object) -> None:
-            if not self._cancelled.wait(interval):
+            if not cancelled.wait(interval):
                 function(*args, **kwargs)
 
         super().__init__(scheduler, target=later, name="timer", args=args, kwargs=kwargs)
-
-    def cancel(self) -> None:
-        self._cancelled.set()
 
 
 # -- in their place
@@ -306,9 +294,12 @@ def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable
     return made
 
 
-def _copy(module: ModuleType, **changed: object) -> ModuleType:
+def _copy(module: ModuleType, *things: Any, **named: Callable[..., Any]) -> ModuleType:  # noqa: ANN401
+    """The module, with these in the place of what it has under their names."""
     copied = ModuleType(module.__name__)
-    vars(copied).update(vars(module) | changed)
+    vars(copied).update(vars(module))
+    for name, thing in ({thing.__name__: thing for thing in things} | named).items():
+        setattr(copied, name, _either(getattr(module, name), thing))
     return copied
 
 
@@ -316,27 +307,14 @@ _OURS = re.compile(r"gradwire\.(?!testing\.simulate)")
 _ROOM = 20
 """Threads are short-lived here, and programs not deep: room for more is most of a thread's work."""
 
-_simple_queue = _either(queue.SimpleQueue, SimpleQueue)
+_now = attrgetter("now")
 _instead: dict[int, object] = {
     id(threading): _copy(
-        threading,
-        Lock=_either(threading.Lock, Lock),
-        RLock=_either(threading.RLock, RLock),
-        Condition=_either(threading.Condition, Condition),
-        Event=_either(threading.Event, Event),
-        Thread=_either(threading.Thread, Thread),
-        Timer=_either(threading.Timer, Timer),
-        current_thread=_either(threading.current_thread, Scheduler.me),
+        threading, Lock, RLock, Condition, Event, Thread, Timer, current_thread=Scheduler.me
     ),
-    id(time): _copy(
-        time,
-        **dict.fromkeys(
-            ("monotonic", "perf_counter", "time"), _either(time.monotonic, attrgetter("now"))
-        ),
-        sleep=_either(time.sleep, sleep),
-    ),
-    id(queue): _copy(queue, SimpleQueue=_simple_queue),
-    id(queue.SimpleQueue): _simple_queue,
+    id(time): _copy(time, sleep, monotonic=_now, perf_counter=_now, time=_now),
+    id(queue): _copy(queue, SimpleQueue),
+    id(queue.SimpleQueue): _either(queue.SimpleQueue, SimpleQueue),
     id(threads.thread): _either(threads.thread, thread),
 }
 
@@ -348,8 +326,9 @@ def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
 
 
 def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
+    """Where these modules have what is replaced, and what is put there."""
     return [
-        (module, name, value)
+        (module, name, _instead[id(value)])
         for module in modules
         for name, value in list(vars(module).items())
         if id(value) in _instead
@@ -371,10 +350,7 @@ def simulated(
         if not issubclass(what.exc_type, Unwound):
             hook(what)
 
-    changes: list[tuple[Any, str, object]] = [
-        (module, name, _instead[id(value)])
-        for module, name, value in [*_places_of_ours(len(sys.modules)), *_places(modules)]
-    ]
+    changes = [*_places_of_ours(len(sys.modules)), *_places(modules)]
     changes += [(module, "ROOM", _ROOM) for module in (edges, scope, walk)]
     changes.append((sys, "unraisablehook", unraisable))
     with ExitStack() as undo, warnings.catch_warnings():

@@ -28,15 +28,14 @@ _MODES = ("sync", "sync", "async", "remote")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One call of a plan: of which part, how, and what it calls itself."""
+    """One call: of which part (its number, or after `plan` itself), how, and what it calls."""
 
-    part: int
+    part: Any
     ticket: int
     factor: int
     mode: str
     is_used: bool
-    is_kept: bool = False
-    """whether the part keeps what it returns, and the graph behind it, until its next call"""
+    is_kept: bool = False  # the part keeps its result, and the graph of it, until its next call
     children: tuple[Node, ...] = ()
 
     def size(self) -> int:
@@ -53,14 +52,12 @@ class Step:
     x: tuple[int, ...]
     calls: tuple[Node, ...]
     scope: str = EVERYWHERE
-    uses_last: bool = False
-    """whether the loss depends on what the step before returned, and on its graph"""
+    uses_last: bool = False  # the loss depends on what the step before returned, and its graph
 
     def calls_before_context(self) -> int:
         """How many of the calls are made before the context is opened."""
-        return {NOWHERE: len(self.calls), PARTLY: (len(self.calls) + 1) // 2, EVERYWHERE: 0}[
-            self.scope
-        ]
+        n = len(self.calls)
+        return {NOWHERE: n, PARTLY: (n + 1) // 2, EVERYWHERE: 0}[self.scope]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ class Parameter:
             self._stage.made(name, self.p)
 
     def forward(
-        self, x: torch.Tensor, ticket: int, factor: int, is_kept: bool, children: list[Any]
+        self, x: torch.Tensor, ticket: int, factor: int, is_kept: bool, children: tuple[Node, ...]
     ) -> torch.Tensor:
         """Use the parameter, call the children, use what they return."""
         if self._stage is not None:
@@ -116,40 +113,29 @@ class Parameter:
         return y
 
 
-def called(h: torch.Tensor, children: Sequence[Any]) -> list[torch.Tensor]:
-    """What the children return that is used; the asynchronous ones run meanwhile."""
-    outs: list[tuple[bool, Any]] = []
-    for child, ticket, factor, mode, is_used, is_kept, grandchildren in children:
-        given = h.detach() if factor == _APART else h
-        rest = (given, ticket, factor, is_kept, grandchildren)
-        if isinstance(child, Parameter):
-            outs.append((is_used, child.forward(*rest)))
-        elif mode == "async":
-            outs.append((is_used, child.rpc_async().forward(*rest)))
-        elif mode == "remote":
-            outs.append((is_used, child.remote().forward(*rest).to_here()))
+def called(h: torch.Tensor, calls: Sequence[Node]) -> list[torch.Tensor]:
+    """What the calls return that is used; the asynchronous ones run meanwhile."""
+    outs: list[Any] = []
+    for node in calls:
+        given = h.detach() if node.factor == _APART else h
+        rest = (given, node.ticket, node.factor, node.is_kept, node.children)
+        if isinstance(node.part, Parameter):
+            outs.append(node.part.forward(*rest))
+        elif node.mode == "async":
+            outs.append(node.part.rpc_async().forward(*rest))
+        elif node.mode == "remote":
+            outs.append(node.part.remote().forward(*rest).to_here())
         else:
-            outs.append((is_used, child.rpc_sync().forward(*rest)))
-    came = [
-        (is_used, out if isinstance(out, torch.Tensor) else out.wait()) for is_used, out in outs
-    ]
-    return [out for is_used, out in came if is_used]
+            outs.append(node.part.rpc_sync().forward(*rest))
+    came = [out if isinstance(out, torch.Tensor) else out.wait() for out in outs]
+    return [out for node, out in zip(calls, came, strict=True) if node.is_used]
 
 
-def plan(calls: Sequence[Node], parts: Sequence[object]) -> list[Any]:
+def plan(calls: Sequence[Node], parts: Sequence[object]) -> tuple[Node, ...]:
     """The calls as `called` takes them, with these in the place of the numbers."""
-    return [
-        [
-            parts[node.part],
-            node.ticket,
-            node.factor,
-            node.mode,
-            node.is_used,
-            node.is_kept,
-            plan(node.children, parts),
-        ]
-        for node in calls
-    ]
+    return tuple(
+        replace(node, part=parts[node.part], children=plan(node.children, parts)) for node in calls
+    )
 
 
 def loss_of(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:

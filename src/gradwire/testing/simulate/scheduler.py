@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import _thread
 import heapq
+import math
 import os
 import random
 import threading
@@ -22,8 +23,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, final
 
-_PREEMPTED_EVERY = 60
-"""The mean number of locks taken between two preemptions."""
+from gradwire.errors import GradwireError
+
+_PREEMPTED_EVERY = 60  # the mean number of locks taken between two preemptions
 _EXIT_SECONDS = 0.5
 
 _here = threading.local()
@@ -37,6 +39,10 @@ class Runaway(RuntimeError):
     """A history that does not come to an end; its message says who was running."""
 
 
+class Stuck(GradwireError):
+    """A program did not end in the time it had, or nothing could happen any more."""
+
+
 @dataclass(eq=False, slots=True)
 class Process:
     """Threads that end together, as those of a worker do when it crashes."""
@@ -48,19 +54,17 @@ class Process:
 class Task:
     """One simulated thread, which its programs take for a `threading.Thread`."""
 
-    process: Process
-    """from its start on"""
+    process: Process  # from its start on
     ident: int | None = None
     daemon = True
 
-    def __init__(self, scheduler: Scheduler, name: str) -> None:
-        self.name, self.scheduler = name, scheduler
+    def __init__(self, scheduler: Scheduler, name: str, target: Callable[[], object]) -> None:
+        self.name, self.scheduler, self.target = name, scheduler, target
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
         self.is_unwinding = self.over = False
         self.wait: Wait | None = None
-        self.waiters: list[Wait] = []
-        """those who join it"""
+        self.waiters: list[Wait] = []  # those who join it
         self._number = next(scheduler.numbers)
 
     def __hash__(self) -> int:
@@ -102,12 +106,10 @@ class Scheduler:
         self.random = random.Random(seed)
         self.now = 0.0
         self.switches = 0
-        self.errors: list[tuple[str, BaseException]] = []
-        """what ended a thread, with its name"""
+        self.errors: list[tuple[str, BaseException]] = []  # what ended a thread, with its name
         self.stage: Any = None
         """what the programs of a history share, for code that does not know which one it is in"""
-        self.numbers = count()
-        """none is given twice"""
+        self.numbers = count()  # none is given twice
         self._most_switches = most_switches
         self._others = _threads()
         self._ready: list[Task] = []
@@ -127,15 +129,16 @@ class Scheduler:
 
     def spawn(self, name: str, process: Process, target: Callable[[], None]) -> Task:
         """A new thread; it begins when the seed chooses it."""
-        return self.start(Task(self, name), process, target)
+        task = Task(self, name, target)
+        self.start(task, process)
+        return task
 
-    def start(self, task: Task, process: Process, target: Callable[[], None]) -> Task:
+    def start(self, task: Task, process: Process) -> None:
         """Likewise for one that was made before."""
         task.process, task.ident = process, id(task)
         self._tasks.append(task)
-        _thread.start_new_thread(self._begin, (task, target))
+        _thread.start_new_thread(self._begin, (task,))
         self._ready.append(task)
-        return task
 
     def run(self, until: float, done: Callable[[], bool] = lambda: False) -> bool:
         """Let them run until the moment has come or nothing more can happen; True if it is done."""
@@ -203,18 +206,18 @@ class Scheduler:
             raise Unwound
         return task
 
-    def deadline(self, timeout: float | None) -> float | None:
-        """When a wait of so many seconds ends; None if it does not."""
-        if timeout is None or timeout < 0 or timeout >= threading.TIMEOUT_MAX:
-            return None
+    def deadline(self, timeout: float | None) -> float:
+        """When a wait of so many seconds ends."""
+        if timeout is None or not 0 <= timeout < threading.TIMEOUT_MAX:
+            return math.inf
         return self.now + timeout
 
-    def block(self, queue: list[Wait], until: float | None = None) -> bool:
+    def block(self, queue: list[Wait], until: float = math.inf) -> bool:
         """Wait in this queue until woken; False if the moment came first."""
         task = self.me()
         wait = task.wait = Wait(task)
         queue.append(wait)
-        if until is not None:
+        if until < math.inf:
             self.at(until, lambda: self._wake(wait, False), wait)
         self._hand_on(task)
         task.wait = None
@@ -291,18 +294,18 @@ class Scheduler:
         while self._at_once:
             self._at_once.pop(0)()
 
-    def _begin(self, task: Task, target: Callable[[], None]) -> None:
+    def _begin(self, task: Task) -> None:
         task.baton.acquire()
         _here.scheduler = self
         try:
             if not task.is_unwinding:
-                target()
+                task.target()
         except Unwound:
             pass
         except BaseException as error:
             self.errors.append((task.name, error))
         finally:
-            del target  # what it holds ends in this thread, with the baton
+            del task.target  # what it holds ends in this thread, with the baton
             task.over = True
             self.wake(task.waiters, len(task.waiters))
             self._pass_to(self._choose())

@@ -19,11 +19,9 @@ from gradwire.testing.simulate.faults import Nemesis
 from gradwire.testing.simulate.programs import TO_GRAD, TO_MAP, Script, Step
 from gradwire.testing.simulate.world import Incarnation, World
 
-Outs = list[torch.Tensor]
-"""What the calls of a step gave."""
+Outs = list[torch.Tensor]  # what the calls of a step gave
 Gradient = torch.Tensor | None
-Gradients = dict[str, Gradient]
-"""What a step gives in one process, by the names of the parts."""
+Gradients = dict[str, Gradient]  # what a step gives in one process, by the names of the parts
 
 _SLACK_SECONDS = 0.5
 _UNDO_SECONDS = 10.0
@@ -34,12 +32,10 @@ _UNDO_SECONDS = 10.0
 class MadeParameter:
     """A part that was made, where, and what its `.grad` must be."""
 
-    p: torch.Tensor
-    """and not the part itself, which ends with the last reference to it"""
+    p: torch.Tensor  # and not the part itself, which ends with the last reference to it
     incarnation: Incarnation
     grad: Gradient = None
-    root: Incarnation | None = None
-    """who differentiates into it"""
+    root: Incarnation | None = None  # who differentiates into it
     possible: Sequence[Gradient] = (None,)
     """what `.grad` was before the last step, and is after each pass of it: its root may crash"""
     is_in_doubt: bool = False
@@ -54,17 +50,15 @@ class StepRun:
         self._world, self._nemesis = world, nemesis
         self.parts: dict[str, MadeParameter] = {}
         self.executed: Counter[int] = Counter()
-        self.errors: list[str] = []
-        """of the steps that failed"""
+        self.errors: list[str] = []  # of the steps that failed
         self.violations: list[str] = []
 
     # -- what parts say
 
     def made(self, name: str, p: torch.Tensor) -> None:
         """A part with this parameter was made where the thread that asks runs."""
-        process = self._world.scheduler.me().process
-        incarnation = self._world.incarnations[process.name]
-        assert incarnation.process is process
+        incarnation = self._world.scheduler.me().process
+        assert isinstance(incarnation, Incarnation)
         if name in self.parts:
             self.violate("I8", f"{name} was made twice")
         self.parts[name] = MadeParameter(p, incarnation)
@@ -149,7 +143,7 @@ class StepRun:
 
     def _alive(self, names: Iterable[str]) -> list[tuple[str, MadeParameter]]:
         made = [(name, self.parts[name]) for name in names if name in self.parts]
-        return [(name, part) for name, part in made if not part.incarnation.process.is_dead]
+        return [(name, part) for name, part in made if not part.incarnation.is_dead]
 
     def _begins(self, script: Script, step: Step, gradients: Gradients) -> None:
         for name, made in self._alive(gradients):
@@ -193,13 +187,13 @@ class StepRun:
         If its root was lost in a pass nobody knows how that ended, but it has ended one way.
         """
         made = self.parts[name]
-        if made.is_in_doubt or made.incarnation.process.is_dead:
+        if made.is_in_doubt or made.incarnation.is_dead:
             return
         if made.root is not None:
             link = self._world.network.link(made.root.name, made.incarnation.name)
             if link.is_cut or link.is_stalled:
                 return  # how the last pass ended may not have been heard
-            if made.root.process.is_dead and any(_is_same(made.p.grad, g) for g in made.possible):
+            if made.root.is_dead and _values(made.p.grad) in map(_values, made.possible):
                 return
         self._same("I5", f".grad of {name}", made.p.grad, made.grad)
 
@@ -215,8 +209,8 @@ class StepRun:
             self.violate("I2", f"names none of {', '.join(sorted(victims))}: {error}")
 
     def _same(self, invariant: str, what: str, got: Gradient, expected: Gradient) -> None:
-        if not _is_same(got, expected):
-            self.violate(invariant, f"{what} is {_spoken(got)} and not {_spoken(expected)}")
+        if _values(got) != _values(expected):
+            self.violate(invariant, f"{what} is {_values(got)} and not {_values(expected)}")
 
     @contextmanager
     def _within(self, what: str, seconds: float) -> Iterator[None]:
@@ -255,9 +249,5 @@ def _plus(old: Gradient, more: torch.Tensor) -> torch.Tensor:
     return more if old is None else old + more
 
 
-def _is_same(a: Gradient, b: Gradient) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
-
-
-def _spoken(tensor: Gradient) -> str:
-    return "None" if tensor is None else str(tensor.tolist())
+def _values(gradient: Gradient) -> list[float] | None:
+    return None if gradient is None else gradient.tolist()

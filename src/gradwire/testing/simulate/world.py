@@ -18,10 +18,9 @@ from typing import final
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gradwire.agent.membership.open_world import RosterStore
-from gradwire.agent.peers.directory import Directory
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret, SignedStore
-from gradwire.agent.peers.state import Member
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.events import Event
 from gradwire.options import Options
@@ -33,25 +32,21 @@ from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
 from gradwire.transport.address import Transports
 from gradwire.wire.message import IS_ANSWER, Frame
 
-ANY, BACKWARD = "any", "backward"
-"""Steps that are counted: of all frames, or of those of the autograd layer."""
+ANY, BACKWARD = "any", "backward"  # steps of all frames, or of those of the autograd layer
 
 _REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Forget", "Release"}
 """What may come twice, as each of them says of itself. So may any answer."""
 
-_REFUSED = re.compile(r"\w+ refused (\w+): \w+ releases ")
-"""What a worker logs of a Release that no correct peer sends."""
+_REFUSED = re.compile(r"\w+ refused (\w+): \w+ releases ")  # a Release that no peer should send
 
 _SECRET = Secret(b"that all workers of a world know", "a simulated world")
 
 
-@dataclass(slots=True)
-class Incarnation:
+@dataclass(eq=False, slots=True)
+class Incarnation(Process):
     """A worker from one start to its crash; `worker` is there once it has joined."""
 
-    name: str
-    number: int
-    process: Process
+    number: int = 1
     worker: Worker | None = None
 
 
@@ -76,18 +71,16 @@ class World:
         self.options, self.expose, self.is_open = options, tuple(expose), is_open
         self.names = [f"w{n}" for n in range(workers)]
         self.incarnations: dict[str, Incarnation] = {}
-        self.counts: Counter[str] = Counter()
-        """how often each kind of event and fault happened"""
-        self._steps: Counter[str] = Counter()
-        """frames sent and arrived, by which faults are timed"""
+        self.counts: Counter[str] = Counter()  # how often each kind of event and fault happened
+        self._steps: Counter[str] = Counter()  # frames sent and arrived, by which faults are timed
         self._at_step: dict[tuple[str, int], list[Callable[[], None]]] = {}
-        self.lines: list[str] = []
-        """the history, as a person reads it"""
+        self.lines: list[str] = []  # the history, as a person reads it
         self._repeats = repeats
         self._store = HashStore() if is_open else None
         self._workers: list[Worker] = []
-        self.refusals: list[tuple[str, str]] = []
-        """whose Releases were refused, and what was said about it"""
+        self.refusals: list[
+            tuple[str, str]
+        ] = []  # whose Releases were refused, and what was logged
         self._open = ExitStack()
 
     def __enter__(self) -> World:
@@ -177,13 +170,13 @@ class World:
     def start_worker(self, name: str) -> None:
         """A worker starts, for the first time or again."""
         number = self.incarnations[name].number + 1 if name in self.incarnations else 1
-        it = self.incarnations[name] = Incarnation(name, number, Process(name))
+        it = self.incarnations[name] = Incarnation(name, number=number)
         self.note("starts", name, f"incarnation {number}")
-        self.scheduler.spawn(f"gradwire {name} start", it.process, partial(self._join, it))
+        self.scheduler.spawn(f"gradwire {name} start", it, partial(self._join, it))
 
     def crash(self, name: str, *, silent_for: float = 0.0) -> None:
         """It is gone in the middle of whatever it did."""
-        process = self.incarnations[name].process
+        process = self.incarnations[name]
         if not process.is_dead:
             self.scheduler.kill(process)
             self.network.crashed(process, silent_for=silent_for)
@@ -193,7 +186,7 @@ class World:
         return {
             name: it.worker
             for name, it in self.incarnations.items()
-            if it.worker is not None and not it.process.is_dead
+            if it.worker is not None and not it.is_dead
         }
 
     def run_as(self, name: str, what: str, target: Callable[[], None]) -> Task:
@@ -205,7 +198,7 @@ class World:
             with it.worker.scope():
                 target()
 
-        return self.scheduler.spawn(f"{name} {what}", it.process, run)
+        return self.scheduler.spawn(f"{name} {what}", it, run)
 
     def _join(self, it: Incarnation) -> None:
         """As rpc/join.py does; in a closed world all workers are known."""

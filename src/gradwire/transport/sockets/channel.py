@@ -162,23 +162,24 @@ class SocketChannel:
 
     def recv_raw(self, length: int, deadline: float) -> bytes:
         """See `Channel.recv_raw`. Not with recvmsg: the kernel closes descriptors sent along."""
-        closer, data = self._closer, bytearray()
+        closer, data = self._closer, bytearray(length)
+        missing = memoryview(data)
         try:
             with self._receiving:
-                while len(data) < length:
+                while missing:
                     if closer.close_reason is not None:
                         raise PeerLost(closer.close_reason)
                     try:
-                        came = self._sock.recv(length - len(data), *_AT_ONCE)
+                        count = self._sock.recv_into(missing, 0, *_AT_ONCE)
                     except BlockingIOError:
                         if not self._wait_for_bytes(deadline, base.never):
                             raise base.recv_raw_timed_out(self.remote) from None
                         continue
                     except OSError as error:
                         closer.fail(stream.close_reason_of(error), error)
-                    if not came:
+                    if not count:
                         closer.fail(base.CLOSED_BY_PEER)
-                    data += came
+                    missing = missing[count:]
         finally:
             if closer.close_reason is not None:
                 closer.close_if_unused()
@@ -359,19 +360,13 @@ class SocketChannel:
         while self._epoch == epoch and self._end - self._start < wanted:
             end = self._end
             reads = map(self._reading(self._ahead[end:]), _AT_ONCE)
-            self._read_some(reads, end, epoch)
+            self._read_some(reads, end, epoch, None, blocks=False)
             if self._shared is not None and self._shared.received is not None:
                 self._shared.keep_descriptors(self._shared.received)
         return self._epoch == epoch
 
     def _read_some(
-        self,
-        reads: Iterator[Any],
-        at: int,
-        epoch: int,
-        rest: _Rest | None = None,
-        *,
-        blocks: bool = False,
+        self, reads: Iterator[Any], at: int, epoch: int, rest: _Rest | None, *, blocks: bool
     ) -> None:
         """Receive bytes at position `at` of the buffer, or of `rest`; or wait for some."""
         self.needs_heartbeat = False

@@ -21,7 +21,7 @@ from gradwire.threads import FORKED, call_after_fork, renew_after_fork
 from gradwire.transport.base import CLOSED_BY_PEER, Channel, closed_here
 
 if TYPE_CHECKING:
-    from gradwire.transport.tls.stream import TlsStream
+    from gradwire.transport.tls_session import TlsStream
 
 SocketLike: TypeAlias = "socket.socket | TlsStream"
 _LONGEST_WAIT: Final = 86400.0

@@ -129,7 +129,8 @@ class FrameWriter:
             with block:
                 block.fill(frame.payload)
                 prefix = encode_prefix(frame, self._flags | IN_BLOCK)
-                self._transmit([prefix, frame.head, block.note], block.ancillary, deadline)
+                note, ancillary = block.announced()
+                self._transmit([prefix, frame.head, note], ancillary, deadline)
             return
         prefix, head = encode_prefix(frame, self._flags), frame.head
         # Fewer buffers make a cheaper call.
@@ -251,8 +252,7 @@ class FrameWriter:
     def _go_on(self, deadline: float) -> bool:
         """Finish the frame that has begun; False if the deadline passed before.
 
-        The main thread polls instead of blocking: a handler that interrupts a blocking send could
-        not send.
+        The main thread polls: a handler that interrupts a blocking send could not send.
         """
         blocks = self._unsent is not None and get_ident() != threading.main_thread().ident
         while True:

@@ -34,8 +34,7 @@ from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel
 from gradwire.transport.sockets.stream import connecting_to, reason_of, seconds_until
 from gradwire.transport.tcp import connected, listening, tuned
-from gradwire.transport.tls.identity import URI_PREFIX, Identity, worker_names_of
-from gradwire.transport.tls.stream import TlsSession, TlsStream, words_of
+from gradwire.transport.tls_session import URI_PREFIX, Identity, TlsSession, TlsStream, words_of
 
 _log = logging.getLogger("gradwire")
 
@@ -54,9 +53,8 @@ _ONE_AUTHORITY = "all certificates of a job are signed by one authority, and val
 class TlsTransport:
     """The transport for tls://host:port.
 
-    A client must complete the handshake within `patience` seconds. With more than
-    `pending_handshakes`, the oldest is dropped. `refused(kind, remote)` is called for each refused
-    client.
+    A client must complete the handshake within `patience` seconds; the oldest of more than
+    `pending_handshakes` is dropped. `refused(kind, remote)` is called for each refused client.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class TlsTransport:
         session = self.identity.session(accepts=False)
         try:
             _handshake(sock, session, address, deadline)
-            names = worker_names_of(session)
+            names = session.peer_names()
             if name is not None and name not in names:
                 raise NotTrusted(
                     f"{address} is not {name}: its certificate is for "
@@ -104,7 +102,7 @@ class TlsTransport:
         return self._socket_channel(
             TlsStream(sock, session, self._stall),
             remote or tuned(sock, "tls", self._stall),
-            peer_names=worker_names_of(session),
+            peer_names=session.peer_names(),
             binding=self.identity.binding(session),
         )
 
@@ -113,7 +111,11 @@ def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline:
     """Complete the handshake, and wait until the server accepts this worker."""
     with connecting_to(address, hint="it refused this worker, or does not use TLS: see its log"):
         try:
-            while not (session.do_handshake() and _is_accepted(session)):
+            while True:
+                with suppress(ssl.SSLWantReadError):
+                    session.tls.do_handshake()
+                    if session.tls.read(1):
+                        return
                 sock.settimeout(seconds_until(deadline))
                 if session.outgoing.pending:
                     sock.sendall(session.outgoing.read())
@@ -126,13 +128,6 @@ def _handshake(sock: socket.socket, session: TlsSession, address: str, deadline:
                 sock.settimeout(0.0)
                 sock.send(session.outgoing.read())
             raise _untrusted(address, error) from error
-
-
-def _is_accepted(session: TlsSession) -> bool:
-    try:
-        return bool(session.tls.read(1))
-    except ssl.SSLWantReadError:
-        return False
 
 
 def _untrusted(address: str, error: ssl.SSLError) -> NotTrusted:
@@ -175,7 +170,7 @@ class _PendingHandshake:
         self.session.incoming.write(received)
         try:
             is_over = self.session.do_handshake()
-            if is_over and not worker_names_of(self.session):
+            if is_over and not self.session.peer_names():
                 raise _Refused("has a certificate that names no worker")
             if is_over:
                 self.session.tls.write(_ACCEPTED)
