@@ -471,7 +471,7 @@ def test_two_tensors_on_the_same_bytes_are_a_bad_message():
 def test_a_device_is_not_chosen_here(device):
     header = TensorHeader(FLOAT32, (2,), device=device)
 
-    with pytest.raises(BadMessage, match="it arrives on .*, where it cannot"):
+    with pytest.raises(BadMessage, match=r"it arrives on .*, where it cannot"):
         decode_tensors([header], memoryview(bytearray(64)))
 
 

@@ -110,8 +110,8 @@ ON_CPU = Placement("")
 class Arriving(Protocol):
     """The devices on which the tensors of a message arrive."""
 
-    def take(self, header: TensorHeader, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor with the bytes that lie in `header.block`, on the header's device."""
+    def take(self, header: TensorHeader, strides: list[int], dtype: torch.dtype) -> Tensor:
+        """A tensor with the bytes that lie in `header.block`, on the header's device."""
 
     def place(self, tensor: Tensor, device: str) -> Tensor:
         """A copy on that device of a tensor that arrived in host memory."""
@@ -226,21 +226,20 @@ class _Payload:
 
 
 def _encode(tensor: Tensor, payload: _Payload, place: Placement) -> TensorHeader:
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if tensor.is_inference():
+        flags |= INFERENCE
+    device, is_strided = place.device, tensor.layout is torch.strided
+    if not tensor.is_cpu:
+        device, tensor = META if tensor.is_meta else device, tensor.detach()
+        if is_strided and place.lease is None and device != META:
+            tensor = _in_host_memory(tensor)
     kind = type(tensor)
     if kind is not Tensor and kind is not Parameter and place.lease is None:
         name = f"{kind.__module__}.{kind.__qualname__}"
         raise _refusal(f"a tensor of type {name}", "send a plain torch.Tensor made of it")
-    flags = REQUIRES_GRAD if tensor.requires_grad else 0
-    if tensor.is_inference():
-        flags |= INFERENCE
-    if tensor.is_cpu and tensor.layout is torch.strided:
-        return _encode_dense(tensor, payload, flags, place.device)
-    device = META if tensor.is_meta else place.device
-    if tensor.layout is not torch.strided:
+    if not is_strided:
         return _encode_sparse(tensor.detach(), payload, flags, device)
-    tensor = tensor.detach()
-    if place.lease is None and device != META:
-        tensor = _in_host_memory(tensor)
     return _encode_dense(tensor, payload, flags, device, place.lease)
 
 
@@ -367,9 +366,8 @@ def _rebuild_dense(header: TensorHeader, block: _Block, arriving: Arriving | Non
         make = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
         return _retry_after_warning(make)
     if header.block is not None and arriving is not None:
-        flat = arriving.take(header, numel, dtype)
-    else:
-        flat = block.claim(header.offset, dtype, numel)
+        return arriving.take(header, strides_of(shape, order), dtype)
+    flat = block.claim(header.offset, dtype, numel)
     if order is not None:
         return flat.as_strided_(shape, strides_of(shape, order))
     return flat if len(shape) == 1 else flat.resize_(shape)

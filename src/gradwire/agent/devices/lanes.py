@@ -35,6 +35,7 @@ from gradwire.transport.devices.contract import (
     DeviceBlock,
     DeviceDriver,
     DeviceError,
+    Layout,
 )
 from gradwire.transport.devices.pool_state import DevicePool, room_for
 from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD, Words
@@ -137,6 +138,7 @@ class OutgoingLane:
         with self._lock:
             self._is_closed = True
             blocks, self.blocks = [shared.block for shared in self.blocks.values()], {}
+        self.words.close()
         _kept.append(KeptBlocks(self._process, blocks))
         free_kept_blocks()
 
@@ -305,19 +307,17 @@ class Taking:
         self._begun: dict[int, tuple[DeviceBlock, object]] = {}
         """with the stream on which the tensors are taken"""
 
-    def take(
-        self, place: tuple[int, int], numel: int, dtype: torch.dtype, to: torch.device
-    ) -> Tensor:
-        """A new flat tensor on that device, with the elements at this place."""
+    def take(self, place: tuple[int, int], layout: Layout, to: torch.device) -> Tensor:
+        """A new tensor on that device, with what lies at this place."""
         number, offset = place
         block = self._lane.find(number).block
-        if offset % BLOCK_ALIGNMENT or not 0 <= offset <= block.room - numel * dtype.itemsize:
+        if offset % BLOCK_ALIGNMENT or not 0 <= offset <= block.room - layout.nbytes:
             raise BadMessage(f"bytes at {offset} are outside of device block {number}")
         if number not in self._begun:
             stream = self._stream_of(block.device)
             block.begin_taking(stream)
             self._begun[number] = block, stream
-        return block.take(offset, numel, dtype, to, self._begun[number][1])
+        return block.take(offset, layout, to, self._begun[number][1])
 
     def close(self) -> None:
         """Give the blocks back, once the copies are queued."""

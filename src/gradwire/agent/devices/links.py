@@ -15,6 +15,7 @@ have these streams anyway; a thread of the user may serve while it waits for an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -33,7 +34,7 @@ from gradwire.current import current_inbound
 from gradwire.errors import BadMessage, GradwireError, PeerLost
 from gradwire.ids import WorkerId
 from gradwire.torch_private import NOTHING
-from gradwire.transport.devices.contract import DeviceDriver, DeviceError
+from gradwire.transport.devices.contract import DeviceDriver, DeviceError, Layout
 from gradwire.transport.devices.cuda import cuda_driver
 from gradwire.transport.devices.words import UNREAD
 from gradwire.wire.message import Buffer
@@ -330,10 +331,12 @@ class _Arriving:
     def __init__(self, taking: Taking, drivers: Drivers) -> None:
         self._taking, self._drivers = taking, drivers
 
-    def take(self, header: TensorHeader, numel: int, dtype: torch.dtype) -> Tensor:
-        """The elements of a tensor that lies in a block."""
+    def take(self, header: TensorHeader, strides: list[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that lies in a block."""
         assert header.block is not None
-        return self._taking.take(header.block, numel, dtype, self._device(header.device))
+        nbytes = math.prod(header.shape) * dtype.itemsize
+        layout = Layout(header.shape, strides, dtype, nbytes)
+        return self._taking.take(header.block, layout, self._device(header.device))
 
     def place(self, tensor: Tensor, name: str) -> Tensor:
         """A copy on the device of this name of a tensor that came in host memory."""

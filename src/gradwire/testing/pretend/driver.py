@@ -17,8 +17,8 @@ from gradwire.testing.pretend.streams import (
     default_stream,
     use_stream,
 )
-from gradwire.testing.pretend.tensors import DEVICES, GARBAGE, PretendTensor, empty
-from gradwire.transport.devices.contract import BlockHandles
+from gradwire.testing.pretend.tensors import DEVICES, GARBAGE, PretendTensor, allocated
+from gradwire.transport.devices.contract import BlockHandles, Layout
 
 _HANDLES = BlockHandles(b"", b"", b"")
 
@@ -54,15 +54,15 @@ class PretendBlock:
         """The peer's stream waits until the block is filled."""
         stream.wait_event(self._ready)
 
-    def take(
-        self, offset: int, numel: int, dtype: torch.dtype, to: torch.device, stream: Stream
-    ) -> Tensor:
-        """A new flat tensor with what lies at the offset, on the current stream of its device."""
-        source = self._memory[offset : offset + numel * dtype.itemsize].view(dtype)
+    def take(self, offset: int, layout: Layout, to: torch.device, stream: Stream) -> Tensor:
+        """A new tensor with what lies at the offset, on the current stream of its device."""
+        source = self._memory[offset : offset + layout.nbytes].view(layout.dtype)
+        source = source.as_strided(layout.shape, layout.strides, source.storage_offset())
         if to.type == "cpu":
             stream.synchronize()
             return source.clone()
-        tensor, theirs = empty((numel,), dtype, to), current_stream(to)
+        memory = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype)
+        tensor, theirs = allocated(memory, to), current_stream(to)
         if theirs is not stream:
             stream.wait_stream(theirs)
         inner = tensor.memory

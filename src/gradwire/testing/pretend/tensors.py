@@ -88,10 +88,11 @@ class PretendTensor(Tensor):
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> PretendTensor:
     """A tensor whose memory holds garbage."""
-    return _allocated(torch.empty(tuple(shape), dtype=dtype, device="cpu"), device)
+    return allocated(torch.empty(tuple(shape), dtype=dtype, device="cpu"), device)
 
 
-def _allocated(memory: Tensor, device: torch.device) -> PretendTensor:
+def allocated(memory: Tensor, device: torch.device) -> PretendTensor:
+    """A tensor of this memory, which is spoiled first."""
     _spoil(memory.untyped_storage())
     return PretendTensor(memory, device, _Allocation(memory, current_stream(device)))
 
@@ -99,7 +100,7 @@ def _allocated(memory: Tensor, device: torch.device) -> PretendTensor:
 def put(tensor: Tensor, device: str | torch.device = f"{KIND}:0") -> PretendTensor:
     """A copy of a CPU tensor on a pretended device."""
     device, snapshot = torch.device(device), tensor.detach().clone()
-    found = _allocated(torch.empty_like(snapshot), device)
+    found = allocated(torch.empty_like(snapshot), device)
     inner = found.memory
     current_stream(device).queue(lambda: inner.copy_(snapshot))
     return found
@@ -166,6 +167,8 @@ def _queued(
 ) -> Any:  # noqa: ANN401
     inner_args, inner_kwargs = _inner(args), _inner(kwargs)
     stream = current_stream(device)
+    if func is torch.ops.aten._to_copy.default and args[0].device != device:
+        stream.wait_stream(current_stream(args[0].device))  # torch does so between two devices
     if func._schema.is_mutable:
         stream.queue(lambda: func(*inner_args, **inner_kwargs))
         return args[0] if args else kwargs["out"]
@@ -178,7 +181,7 @@ def _queued(
         stream.synchronize()
         results = func(*inner_args, **inner_kwargs)
         return tree_map_only(Tensor, lambda t: _filled(t, device), results)
-    outputs = tree_map_only(Tensor, lambda t: _allocated(_like(t), device), shapes)
+    outputs = tree_map_only(Tensor, lambda t: allocated(_like(t), device), shapes)
     flat = [leaf.memory for leaf in tree_leaves(outputs) if isinstance(leaf, PretendTensor)]
 
     def run() -> None:
@@ -195,7 +198,7 @@ def _like(meta: Tensor) -> Tensor:
 
 
 def _filled(result: Tensor, device: torch.device) -> PretendTensor:
-    found = _allocated(torch.empty_like(result), device)
+    found = allocated(torch.empty_like(result), device)
     found.memory.copy_(result)
     return found
 
@@ -243,7 +246,7 @@ def install() -> None:
     ) -> Tensor:
         kind = dtype or torch.get_default_dtype()
         memory = torch.empty_strided(shape, stride, dtype=kind, device="cpu")
-        return _allocated(memory, torch.device(device))
+        return allocated(memory, torch.device(device))
 
     library.impl("empty.memory_format", make, "PrivateUse1")
     library.impl("empty_strided", make_strided, "PrivateUse1")

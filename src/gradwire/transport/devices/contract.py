@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -44,6 +44,15 @@ class BlockHandles(msgspec.Struct, frozen=True, array_like=True):
     memory: bytes
     ready: bytes
     free: bytes
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory, which it fills."""
+
+    shape: tuple[int, ...]
+    strides: list[int]
+    dtype: torch.dtype
+    nbytes: int
 
 
 class DeviceBlock(Protocol):
@@ -71,15 +80,8 @@ class DeviceBlock(Protocol):
     def begin_taking(self, stream: Any) -> None:  # noqa: ANN401
         """The peer's stream waits until the block is filled."""
 
-    def take(
-        self,
-        offset: int,
-        numel: int,
-        dtype: torch.dtype,
-        to: torch.device,
-        stream: Any,  # noqa: ANN401
-    ) -> Tensor:
-        """A new flat tensor with what lies at the offset, on the current stream of its device."""
+    def take(self, offset: int, layout: Layout, to: torch.device, stream: Any) -> Tensor:  # noqa: ANN401
+        """A new tensor with what lies at the offset, on the current stream of its device."""
 
     def taken(self, stream: Any) -> None:  # noqa: ANN401
         """Record `free`."""

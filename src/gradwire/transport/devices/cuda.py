@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, UsageError
 from gradwire.torch_private import is_default_stream
-from gradwire.transport.devices.contract import BlockHandles, DeviceError
+from gradwire.transport.devices.contract import BlockHandles, DeviceError, Layout
 
 _HANDLE_BYTES = 64
 _SHARE_OF_MEMORY = 16
@@ -70,26 +70,20 @@ class CudaBlock:
         stream.wait_event(self._ready)
 
     def take(
-        self,
-        offset: int,
-        numel: int,
-        dtype: torch.dtype,
-        to: torch.device,
-        stream: torch.cuda.Stream,
+        self, offset: int, layout: Layout, to: torch.device, stream: torch.cuda.Stream
     ) -> Tensor:
-        """A new flat tensor with what lies at the offset, on the current stream of its device."""
-        source, nbytes = self._pointer + offset, numel * dtype.itemsize
-        if to == self.device:
-            tensor = torch.empty(numel, dtype=dtype, device=to)
+        """A new tensor with what lies at the offset, on the current stream of its device."""
+        source, nbytes, on_host = self._pointer + offset, layout.nbytes, to.type == "cpu"
+        tensor = torch.empty_strided(
+            layout.shape, layout.strides, dtype=layout.dtype, device=to, pin_memory=on_host
+        )
+        if on_host or to == self.device:
             self._copy(tensor.data_ptr(), source, nbytes, stream)
-            return tensor
-        if to.type == "cpu":  # a host tensor has no stream: its bytes must be there
-            tensor = torch.empty(numel, dtype=dtype, device=to, pin_memory=True)
-            self._copy(tensor.data_ptr(), source, nbytes, stream)
-            stream.synchronize()
+            if on_host:  # it has no stream: its bytes must be there
+                stream.synchronize()
             return tensor
         # `free` can only be recorded on a stream of the block's device, so the copy runs there.
-        tensor, theirs = torch.empty(numel, dtype=dtype, device=to), torch.cuda.current_stream(to)
+        theirs = torch.cuda.current_stream(to)
         stream.wait_stream(theirs)  # its memory may be in use there still
         self._copy(tensor.data_ptr(), source, nbytes, stream)
         tensor.record_stream(stream)
@@ -153,7 +147,7 @@ class CudaDriver:
     @contextmanager
     def on_default_streams(self) -> Iterator[None]:
         """Make the default stream of each device current, for the calling thread."""
-        if not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             yield
             return
         with ExitStack() as stack:
