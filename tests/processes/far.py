@@ -486,7 +486,9 @@ def is_anomaly_enabled(further=None):
 
 def freeze_until_left(name) -> str:
     """A worker stands still until the process of this one is over."""
-    frozen = gradwire.rpc_sync(name, pid)
+    frozen, worker = gradwire.rpc_sync(name, pid), current_worker.find()
+    # Before it has said that its program is over, nobody would begin to count the seconds.
+    assert worker.serve_until_over(worker.directory.number(name), 60)
     faults.freeze(frozen)
     thaw = f"while kill -0 {os.getpid()}; do sleep 0.05; done; kill -CONT {frozen}"
     quiet = subprocess.DEVNULL
