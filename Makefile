@@ -51,7 +51,7 @@ types: $(STAMP) ## mypy, strict
 	$(PY) -m mypy src
 
 examples: $(STAMP) ## run every example
-	@set -e; for example in examples/0*.py; do echo "== $$example"; $(PY) $$example; done
+	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(PY) $$example; done
 
 oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000 JOBS=16
 	$(PY) -m tests.oracle --programs $(PROGRAMS) --jobs $(JOBS)

@@ -183,6 +183,10 @@ NEEDS = {
         'layer = gradwire.RemoteModule("w1/cuda:0", nn.Linear, (512, 10))  # "w1" alone is its CPU',
     ): "x = torch.ones(512)\n",
     (
+        f"{GUIDE}gpus.md",
+        'y = gradwire.rpc_sync("w1", stage, args=(x,), device_map={"cuda:0": "cuda:1"})',
+    ): "x, stage = torch.ones(3), torch.sin\n",
+    (
         f"{GUIDE}restarts.md",
         "for attempt in gradwire.retrying(times=5, restore=restore):",
     ): TRAINED,
@@ -241,6 +245,7 @@ def source_of(block: Block) -> str:
 SCRIPTS = {
     (f"{GUIDE}getting-started.md", 'if __name__ == "__main__":'): 1,
     (f"{GUIDE}getting-started.md", 'gradwire.init_rpc(f"w{rank}", rank=rank, world_size=3)'): 3,
+    (f"{GUIDE}gpus.md", "from gradwire.testing.pretend import streams"): 1,
     ("docs/reference.md", ">>> def main(x):"): 1,
 }
 """blocks that are programs of their own, and how many processes run them"""

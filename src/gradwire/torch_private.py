@@ -161,7 +161,7 @@ def wrap_runs(
     cast(Any, Variable)._execution_engine = Engine()
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # in builds with CUDA
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # if built with CUDA
 
 
 def is_default_stream(device: int) -> bool:

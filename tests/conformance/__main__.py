@@ -42,7 +42,7 @@ def main() -> int:
     set_environment(options.limit)
     load(options.stock)
     outcomes = []
-    for outcome in run_all(chosen, options.jobs, options.limit):
+    for outcome in run_all(chosen, options.jobs, options.limit, gpu=options.gpu):
         outcomes.append(outcome)
         tell(outcome, excluded, options.quiet)
     return conclude(outcomes, excluded, options.json)

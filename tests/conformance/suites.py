@@ -40,6 +40,7 @@ def set_environment(limit: int) -> None:
     os.environ.pop("GRADWIRE_SECRET_FILE", None)
     os.environ["GRADWIRE_SECRET"] = secrets.token_hex(32)
     os.environ["PYTORCH_JIT"] = "0"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else CUDA could not be used after a fork
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(limit)

@@ -27,6 +27,7 @@ from gradwire.testing.process_cluster import process_cluster
 from tests.oracle import leaks
 from tests.oracle.check import SECONDS, Checker, exposed, workers
 from tests.oracle.programs import KINDS, features_of
+from tests.oracle.state import DEVICE
 from tests.oracle.unusual import LOST
 
 SHARE = 250
@@ -45,9 +46,11 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--kinds", default=",".join(KINDS), help="all, or of: " + ", ".join(KINDS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="a program may take")
+    parser.add_argument("--device", default=DEVICE, help="where tensors are, such as cuda:0")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--share", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    os.environ["GRADWIRE_ORACLE_DEVICE"] = asked.device  # for the processes of the run
     asked.kinds = KINDS if asked.kinds == "all" else [k for k in asked.kinds.split(",") if k]
     if unknown := set(asked.kinds) - set(KINDS):
         parser.error(f"no such kinds: {', '.join(sorted(unknown))}")

@@ -13,7 +13,7 @@ import gradwire
 from tests.oracle import dice, finalizers, interpreter, unusual
 from tests.oracle.interpreter import STATES, as_local, call, crossing_together, is_local, name
 from tests.oracle.programs import EARLIER, FAILING, INTO_MAP, LATER, ONE_CONTEXT, Act, Program
-from tests.oracle.state import State, detached
+from tests.oracle.state import DEVICE, State, detached
 
 Gradient = torch.Tensor | None
 
@@ -179,7 +179,8 @@ class Root:
     """What the root of a program keeps from act to act."""
 
     def __init__(self) -> None:
-        self.x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+        values = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+        self.x = values.to(DEVICE).requires_grad_()
         self.carried: list[torch.Tensor] = []
         self.losses: list[torch.Tensor] = []
         self.retaining: list[torch.Tensor] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -17,6 +18,10 @@ def _seen(leaf: torch.Tensor) -> str:
     return f"{_HOOK} at {None if leaf.grad is None else leaf.grad.sum().item()}"
 
 
+DEVICE = os.environ.get("GRADWIRE_ORACLE_DEVICE", "cpu")
+"""where the leaves of all programs are; set by `python -m tests.oracle --device cuda:0`"""
+
+
 def detached(tensors: list[torch.Tensor], picked: list[int] | None) -> list[torch.Tensor]:
     """Some of these are cut off from their graph, or all of them."""
     return [t.detach() if picked is None or n in picked else t for n, t in enumerate(tensors)]
@@ -29,7 +34,7 @@ class State:
         self.seed, self.draws = seed, draws
         generator = torch.Generator().manual_seed(seed * 16 + worker)
         values = torch.randint(1, 4, (3,), dtype=torch.float64, generator=generator)
-        self.parameter = torch.nn.Parameter(values)
+        self.parameter = torch.nn.Parameter(values.to(DEVICE))
         self.kept: list[torch.Tensor] = []
         self.alive: list[object] = []
         self.contexts: list[gradwire.context] = []

@@ -7,6 +7,7 @@ import torch
 
 import gradwire as gw
 from gradwire import Options
+from gradwire.agent.messages import OpenBlock
 from gradwire.errors import BadMessage, UsageError
 from gradwire.testing.cluster import cluster
 from gradwire.testing.pretend import streams
@@ -243,3 +244,22 @@ def test_what_is_served_on_a_users_thread_runs_on_the_default_streams(workers):
         assert streams.current_stream(HERE) is side
 
     assert seen == [streams.default_stream(torch.device(HERE))]
+
+
+def test_a_message_that_does_not_decode_gives_its_blocks_back(workers):
+    x = put(torch.ones(3), HERE)
+    for _ in range(3):
+        with pytest.raises(BadMessage, match="does not see that device"):
+            workers[0].run(gw.rpc_sync, "w1", same, args=(x,), device_map={HERE: "pretend:7"})
+
+    assert words(workers[0]) == [UNREAD]
+
+
+def test_a_peer_may_not_use_one_word_for_two_blocks(workers):
+    workers[0].run(gw.rpc_sync, "w1", same, args=(put(torch.ones(3), HERE),))
+    lane = lanes(workers[0])[1]
+    (block, word), page = next(iter(lane.blocks.values())), lane.words.address
+    message = OpenBlock(10**6, word, "pretend", "pretended-0", block.room, block.handles, page)
+
+    with pytest.raises(BadMessage, match="is known already, or one too many"):
+        workers[1].worker.devices._incoming[0].open(message, DRIVER)

@@ -688,3 +688,35 @@ def test_files_that_cannot_be_used_are_named(changed, says):
         files["authority"] = other_job().tls("w0").authority
     with pytest.raises(UsageError, match=rf"^{says}"):
         TlsTransport(Tls(**files))
+
+
+def test_a_read_whose_reason_a_signal_handler_has_lost_is_repeated():
+    """The handler runs inside of SSLObject.read, and reads by the same session.
+
+    Python asks OpenSSL for the reason of a failure afterwards: it hears that the last operation,
+    the handler's, was none that failed.
+    """
+    dialling, accepting = shaken()
+    one, other = socket.socketpair()
+    stream = TlsStream(one, dialling, 10.0)
+    read, lost = dialling.tls.read, [True, True]
+
+    def interrupted(*args: object) -> object:
+        if lost:
+            lost.pop()
+            raise ssl.SSLError(
+                ssl.SSLErrorNumber.SSL_ERROR_INVALID_ERROR_CODE, "Invalid error code"
+            )
+        return read(*args)
+
+    stream._read = interrupted
+    with one, other:
+        accepting.tls.write(b"hello")
+        other.sendall(accepting.outgoing.read())
+        buffer = bytearray(5)
+        assert stream.recv_into(memoryview(buffer)) == 5
+        assert (buffer, lost) == (b"hello", [])
+        one.setblocking(False)
+        lost.append(True)
+        with pytest.raises(BlockingIOError):
+            stream.recv_into(memoryview(buffer))

@@ -156,6 +156,10 @@ def _check_private(path: str) -> None:
         raise UsageError(f"the key {path} belongs to another user", hint="create your own key")
 
 
+_REASON_LOST = 10
+"""SSL_ERROR_INVALID_ERROR_CODE: OpenSSL says that the last operation was none that failed"""
+
+
 @final
 class TlsStream:
     """A socket with its session after the handshake, for one reader and one writer at a time.
@@ -223,7 +227,14 @@ class TlsStream:
         filled, wanted = 0, len(target)
         try:
             while filled < wanted:
-                count: int = self._read(wanted - filled, target[filled:])
+                try:
+                    count: int = self._read(wanted - filled, target[filled:])
+                except ssl.SSLError as error:
+                    # Python runs signal handlers between the read of OpenSSL and the question why
+                    # it failed. If a handler has used this session, the reason is lost: ask again.
+                    if error.errno != _REASON_LOST:
+                        raise
+                    continue
                 if not count:
                     return filled
                 filled += count

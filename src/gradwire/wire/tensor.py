@@ -102,6 +102,8 @@ class Placement(NamedTuple):
 
     device: str
     lease: OpenLease | None = None
+    is_plain: bool = False
+    """whether its class is known to be a plain tensor in host memory"""
 
 
 ON_CPU = Placement("")
@@ -226,6 +228,8 @@ class _Payload:
 
 
 def _encode(tensor: Tensor, payload: _Payload, place: Placement) -> TensorHeader:
+    if place.lease is None and not place.is_plain:
+        _check_plain(tensor)
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_inference():
         flags |= INFERENCE
@@ -234,13 +238,16 @@ def _encode(tensor: Tensor, payload: _Payload, place: Placement) -> TensorHeader
         device, tensor = META if tensor.is_meta else device, tensor.detach()
         if is_strided and place.lease is None and device != META:
             tensor = _in_host_memory(tensor)
-    kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter and place.lease is None:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        raise _refusal(f"a tensor of type {name}", "send a plain torch.Tensor made of it")
     if not is_strided:
         return _encode_sparse(tensor.detach(), payload, flags, device)
     return _encode_dense(tensor, payload, flags, device, place.lease)
+
+
+def _check_plain(tensor: Tensor) -> None:
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise _refusal(f"a tensor of type {name}", "send a plain torch.Tensor made of it")
 
 
 def _in_host_memory(tensor: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ class OutgoingLane:
         self._pools: dict[torch.device, DevicePool] = {}
         self._indices = set(range(MOST_BLOCKS))
         self._refused: set[torch.device] = set()
+        self._has_said: set[torch.device] = set()
         self._process = os.getpid()
         """of the peer, once it has mapped a block"""
         self._is_closed = False
@@ -156,6 +157,7 @@ class OutgoingLane:
     ) -> tuple[int, DeviceBlock] | None:
         with self._lock:
             if self._is_closed or not self._indices or not pool.may_make(room):
+                self._say_once(device, "all blocks for this peer are in use, and may be no more")
                 return None
             number, index = next(_numbers), self._indices.pop()
             pool.added(number, room)
@@ -169,8 +171,7 @@ class OutgoingLane:
             is_open = True
         except (DeviceError, OSError) as error:
             self._refused.add(device)
-            text = "%s: tensors on %s go through host memory: %s"
-            _log.warning(text, self._about, device, error)
+            self._say_once(device, str(error))
         except UsageError:
             # A finalizer may not wait for the answer. Its message goes through host memory.
             _log.debug("%s: a block could not be shared now", self._about, exc_info=True)
@@ -178,6 +179,12 @@ class OutgoingLane:
             if not is_open:
                 self._unmake(pool, number, index)
         return (number, block) if is_open else None
+
+    def _say_once(self, device: torch.device, why: str) -> None:
+        if device not in self._has_said:
+            self._has_said.add(device)
+            text = "%s: tensors on %s go through host memory: %s"
+            _log.warning(text, self._about, device, why)
 
     def _open(self, driver: DeviceDriver, number: int, deadline: float) -> None:
         """Let the peer map a block; DeviceError if it cannot, or maps other memory."""
@@ -253,7 +260,9 @@ class IncomingLane:
 
     def open(self, message: OpenBlock, driver: DeviceDriver) -> BlockOpened:
         """Map a block; every field of the message comes from the peer."""
-        if not 0 <= message.index < MOST_BLOCKS or message.number in self._blocks:
+        words = {shared.word for shared in self._blocks.values()}
+        is_known = message.number in self._blocks or message.index in words
+        if is_known or not 0 <= message.index < MOST_BLOCKS:
             raise BadMessage(f"block {message.number} is known already, or one too many")
         device = driver.device_with(message.uuid)
         if device is None:
@@ -319,8 +328,9 @@ class Taking:
             self._begun[number] = block, stream
         return block.take(offset, layout, to, self._begun[number][1])
 
-    def close(self) -> None:
-        """Give the blocks back, once the copies are queued."""
+    def close(self, named: Iterable[int]) -> None:
+        """The copies are queued: give back all blocks that the message names."""
         for block, stream in self._begun.values():
             block.taken(stream)
         self._lane.give_back(self._begun, TAKEN)
+        self._lane.give_back(set(named) - self._begun.keys(), UNREAD)  # it does not decode

@@ -35,7 +35,7 @@ from gradwire.errors import BadMessage, GradwireError, PeerLost
 from gradwire.ids import WorkerId
 from gradwire.torch_private import NOTHING
 from gradwire.transport.devices.contract import DeviceDriver, DeviceError, Layout
-from gradwire.transport.devices.cuda import cuda_driver
+from gradwire.transport.devices.cuda import cuda_device_with, cuda_driver
 from gradwire.transport.devices.words import UNREAD
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
@@ -127,12 +127,10 @@ class DeviceLinks:
                 lease = self._lease(device, size, to, deadline)
                 if lease is not None:
                     leases[device] = lease
-            placements = [
-                Placement(
-                    name, leases.get(tensor.device) if self._takes_lane(tensor, name) else None
-                )
-                for tensor, name in zip(tensors, names, strict=True)
-            ]
+            placements = []
+            for tensor, name in zip(tensors, names, strict=True):
+                lease = leases.get(tensor.device) if self._takes_lane(tensor, name) else None
+                placements.append(Placement(name, lease, self._is_known(tensor)))
             encoded = encode_tensors(tensors, self._limits, placements)
             for lease in leases.values():
                 lease.close()
@@ -161,9 +159,12 @@ class DeviceLinks:
 
     def _takes_lane(self, tensor: Tensor, name: str) -> bool:
         """Whether a device lane can carry a tensor to a device of this name."""
-        if tensor.is_cpu or not name or tensor.layout is not torch.strided or not tensor.numel():
-            return False
-        driver = self._drivers(tensor.device.type)
+        is_dense = tensor.layout is torch.strided and tensor.numel() > 0
+        return is_dense and bool(name) and self._is_known(tensor)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether it is on a device that can copy tensors of its class."""
+        driver = "" if tensor.is_cpu else self._drivers(tensor.device.type)
         return not isinstance(driver, str) and type(tensor) in driver.types
 
     def _lease(
@@ -216,7 +217,7 @@ class DeviceLinks:
         except DeviceError as error:
             raise GradwireError(f"a tensor could not be copied on arrival: {error}") from error
         finally:
-            taking.close()
+            taking.close(_blocks_in(headers))
 
     def decode_at(
         self,
@@ -288,9 +289,7 @@ class DeviceLinks:
 
     def drop(self, headers: Sequence[TensorHeader], source: WorkerId) -> None:
         """A message is dropped unread: its blocks may be used again."""
-        numbers = {header.block[0] for header in headers if header.block is not None}
-        if numbers:
-            self._incoming_of(source).give_back(numbers, UNREAD)
+        self._incoming_of(source).give_back(_blocks_in(headers), UNREAD)
 
     def _serve_open(self, message: OpenBlock, _: Payload, source: Source) -> None:
         lane = self._incoming_of(source.worker)
@@ -299,7 +298,7 @@ class DeviceLinks:
             if isinstance(driver, str):
                 raise DeviceError(f"on the peer, {driver}")
             opened = lane.open(message, driver)
-        except (DeviceError, OSError) as error:
+        except (DeviceError, OSError, BadMessage) as error:
             opened = BlockOpened(b"", 0, str(error))
         self._agent.check_asker(source)  # else nobody would unmap it
         self._agent.answer(source, opened, deadline=self._agent.clock.now() + 10.0)
@@ -322,6 +321,10 @@ class DeviceLinks:
             arriving.close()
         for leaving in outgoing.values():
             leaving.close()
+
+
+def _blocks_in(headers: Sequence[TensorHeader]) -> set[int]:
+    return {header.block[0] for header in headers if header.block is not None}
 
 
 @final
@@ -352,7 +355,8 @@ class _Arriving:
         kind = device.partition(":")[0]
         if uuid:
             driver = self._drivers(kind)
-            found = None if isinstance(driver, str) else driver.device_with(uuid)
+            find = cuda_device_with if isinstance(driver, str) else driver.device_with
+            found = find(uuid)
             if found is not None:
                 return found
         elif device in _own_devices():

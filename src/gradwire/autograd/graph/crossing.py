@@ -199,7 +199,8 @@ def leave(
         if not tensor.is_cpu:  # See Note [The stream of a Send]
             assert homes_of is not None
             homes = homes or homes_of(leaving)
-            leaving[n] = tensor.view_as(tensor)
+            if tensor.layout is torch.strided:  # others have no views
+                leaving[n] = tensor.view_as(tensor)
     edge = edges.next_edge()
     token = _send(EdgeEnd(engine, context, edge, peer, homes=homes), *leaving)
     del held

@@ -167,7 +167,7 @@ def _queued(
 ) -> Any:  # noqa: ANN401
     inner_args, inner_kwargs = _inner(args), _inner(kwargs)
     stream = current_stream(device)
-    if func is torch.ops.aten._to_copy.default and args[0].device != device:
+    if func._schema.name == "aten::_to_copy" and args[0].device != device:
         stream.wait_stream(current_stream(args[0].device))  # torch does so between two devices
     if func._schema.is_mutable:
         stream.queue(lambda: func(*inner_args, **inner_kwargs))

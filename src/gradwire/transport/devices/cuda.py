@@ -125,8 +125,8 @@ class CudaDriver:
     kind = "cuda"
     types: tuple[type[Tensor], ...] = (Tensor, Parameter)
 
-    def __init__(self, runtime: Any) -> None:  # noqa: ANN401
-        self._runtime = runtime
+    def __init__(self, runtime: Any, driver: Any) -> None:  # noqa: ANN401
+        self._runtime, self._memory_range = runtime, driver.cuMemGetAddressRange
 
     def uuid_of(self, device: torch.device) -> str:
         """The name of a device that is the same in all processes."""
@@ -134,7 +134,7 @@ class CudaDriver:
 
     def device_with(self, uuid: str) -> torch.device | None:
         """The device of this process with that name."""
-        return _by_uuid().get(uuid)
+        return cuda_device_with(uuid)
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream on which this thread queues work of a device."""
@@ -191,6 +191,7 @@ class CudaDriver:
                 block = CudaBlock(
                     self._runtime, device, room, int(pointer), (ready, free), is_own=True
                 )
+                _checked(self._runtime.cudaMemset(pointer, 0, room))  # it may hold others' data
                 block.filled(stream)  # an event has no handle before it was recorded once
                 block.taken(stream)
             except BaseException:
@@ -211,6 +212,9 @@ class CudaDriver:
             lazily = self._runtime.cudaIpcMemLazyEnablePeerAccess
             pointer = _checked(self._runtime.cudaIpcOpenMemHandle(handle, lazily))
             try:
+                _, known = _checked_pair(self._memory_range(pointer))
+                if room > known:
+                    raise BadMessage(f"a block of {known} bytes was announced as {room}")
                 made: Any = torch.cuda.Event.from_ipc_handle
                 events = made(device, handles.ready), made(device, handles.free)
             except BaseException:
@@ -227,9 +231,15 @@ def cuda_driver() -> CudaDriver | str:
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
-        return CudaDriver(importlib.import_module("cuda.bindings.runtime"))
+        names = ("cuda.bindings.runtime", "cuda.bindings.driver")
+        return CudaDriver(*map(importlib.import_module, names))
     except ImportError as error:
         return f"cuda.bindings cannot be imported: {error}"
+
+
+def cuda_device_with(uuid: str) -> torch.device | None:
+    """The device of this process with that name, also where there is no driver for blocks."""
+    return _by_uuid().get(uuid)
 
 
 @cache
@@ -252,6 +262,14 @@ def _new_event() -> torch.cuda.Event:
 def _handle_of(event: Any) -> bytes:  # noqa: ANN401
     handle: bytes = event.ipc_handle()
     return handle
+
+
+def _checked_pair(result: tuple[Any, ...]) -> tuple[int, int]:
+    """The two numbers that a call of cuda.bindings has returned beside its error code."""
+    error, first, second = result
+    if int(error):
+        raise DeviceError(f"CUDA says {error}")
+    return int(first), int(second)
 
 
 def _checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401
