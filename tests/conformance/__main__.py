@@ -39,7 +39,7 @@ def main() -> int:
         print("\n".join(f"{case.kind}  {case}" for case in chosen))
         return 0
     excluded = plan.exclusions(options.stock)
-    set_environment(options.limit)
+    set_environment(options.limit, gpu=options.gpu)
     load(options.stock)
     outcomes = []
     for outcome in run_all(chosen, options.jobs, options.limit, gpu=options.gpu):

@@ -1,4 +1,4 @@
-"""The suites as they ship with torch, made into classes whose ranks are forked.
+"""The suites as they ship with torch, made into classes whose ranks are forked, or spawned.
 
 Importing them must come after the substitution. It is done once, by the parent: each test's
 processes are forked from it, so that no rank imports torch anew.
@@ -10,6 +10,8 @@ import os
 import secrets
 from importlib import import_module
 
+_SPAWNED = "CONFORMANCE_SPAWNED"
+"""whether ranks are spawned, as CUDA needs it; each imports torch anew"""
 _ROOT = "torch.testing._internal.distributed"
 
 MODULES = {
@@ -32,7 +34,7 @@ MODULES = {
 }
 
 
-def set_environment(limit: int) -> None:
+def set_environment(limit: int, *, gpu: bool = False) -> None:
     """What torch reads when it is imported: no TorchScript, no threads of its own, and a limit.
 
     And the secret of all workers, which are forked from this process.
@@ -40,7 +42,7 @@ def set_environment(limit: int) -> None:
     os.environ.pop("GRADWIRE_SECRET_FILE", None)
     os.environ["GRADWIRE_SECRET"] = secrets.token_hex(32)
     os.environ["PYTORCH_JIT"] = "0"
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else CUDA could not be used after a fork
+    os.environ[_SPAWNED] = str(int(gpu))
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(limit)
@@ -70,6 +72,14 @@ def build(suite: str) -> type:
     return built
 
 
+def __getattr__(name: str) -> type:
+    """A suite, for a rank that was spawned and finds its class by name."""
+    if name not in MODULES:
+        raise AttributeError(name)
+    load(stock=False)
+    return build(name)
+
+
 def _module(suite: str):
     return import_module(f"{_ROOT}.{MODULES[suite]}")
 
@@ -81,6 +91,7 @@ def _forked() -> type:
     class Forked(MultiProcessTestCase):
         def setUp(self):
             super().setUp()
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+            way = "spawn" if os.environ.get(_SPAWNED) == "1" else "fork"
+            self._start_processes(torch.multiprocessing.get_context(way).Process)
 
     return Forked

@@ -31,8 +31,8 @@ def test_a_place_is_a_worker_and_a_device(text, place):
         ("/cpu", "'/cpu' is not <worker>/<device>"),
         ("w1/", "'w1/' is not <worker>/<device>"),
         ("w1/cuda:0/cuda:1", "'w1/cuda:0/cuda:1' is not <worker>/<device>"),
-        ("w1/gpu", "'w1/gpu': torch knows no device 'gpu'"),
-        ("w1/cpu2", "'w1/cpu2': torch knows no device 'cpu2'"),
+        ("w1/gpu", "'w1/gpu' names no device: Expected one of"),
+        ("w1/cpu2", "'w1/cpu2' names no device: Invalid device string: 'cpu2'"),
         ("rank:", "'rank:': '' is no number of a worker"),
         ("rank:-1", "'rank:-1': '-1' is no number of a worker"),
         ("rank:one/cpu", "'rank:one/cpu': 'one' is no number of a worker"),
@@ -43,5 +43,5 @@ def test_what_names_no_place_is_refused_with_what_does(text, story):
     with pytest.raises(UsageError) as refused:
         parse_remote_device(text)
 
-    assert refused.value.message == story
+    assert refused.value.message.startswith(story)
     assert "w1/cuda:0" in refused.value.hint

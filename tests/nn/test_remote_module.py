@@ -355,7 +355,7 @@ def test_only_what_is_made_of_parts_comes_in_parts(workers):
 def test_a_place_that_is_none_is_refused_at_once(workers):
     with pytest.raises(UnknownWorker, match="could not find destination name w9"):
         gw.RemoteModule("w9", nn.Linear, (1, 1))
-    with pytest.raises(UsageError, match="torch knows no device 'gpu'"):
+    with pytest.raises(UsageError, match="'w1/gpu' names no device: Expected one of"):
         gw.RemoteModule("w1/gpu", nn.Linear, (1, 1))
     rref = gw.RRef(models.Scaled(1.0))
     with pytest.raises(UsageError, match="on w1 was made of a reference to a value of w0"):

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.remote_device import _remote_device
 
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.agent import _get_current_rpc_agent, _is_current_rpc_agent_set
@@ -14,7 +15,6 @@ from gradwire.compat.rpc.internal import _internal_rpc_pickler
 from gradwire.errors import UsageError
 from gradwire.nn import remote_functions
 from gradwire.nn import remote_module as native
-from gradwire.nn.remote_module import parse_remote_device
 from gradwire.rpc.api import keywords, of_sequence
 
 __all__ = ["RemoteModule"]
@@ -77,7 +77,9 @@ class _RemoteModule(native.RemoteModule):
                 "which gradwire does not have",
                 hint="leave _module_interface_cls out, or set PYTORCH_JIT=0",
             )
-        worker, self.device = parse_remote_device(remote_device)
+        place = _remote_device(remote_device)
+        worker = place.rank() if place.worker_name() is None else place.worker_name()
+        self.device = str(place.device())
         info = api.get_worker_info(worker)
         device_map: Any = getattr(_get_current_rpc_agent(), "_get_device_map", lambda _: {})
         self.on = info.name
@@ -123,9 +125,11 @@ def _create_module(
     try:
         return remote_functions.create(make, args, kwargs, device)
     except UsageError as error:
+        if error.__cause__ is not None:  # what torch says of the device
+            raise error.__cause__ from None
         raise ValueError(
-            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
-            f"which fits on its device: {error.message}"
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>: "
+            f"{error.message}"
         ) from error
 
 

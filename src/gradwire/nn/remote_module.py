@@ -283,5 +283,5 @@ def parse_remote_device(text: str) -> tuple[str | int, str]:
     try:
         device = str(torch.device(device or "cpu"))
     except RuntimeError as error:
-        raise UsageError(f"{text!r}: torch knows no device {device!r}", hint=_HINT) from error
+        raise UsageError(f"{text!r} names no device: {error}", hint=_HINT) from error
     return worker if rank == worker else int(rank), device

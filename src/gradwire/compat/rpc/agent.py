@@ -74,8 +74,8 @@ class TensorPipeAgent(RpcAgent):
         )
         try:
             directory = worker.directory
-            notes = [directory.note(info.id) for info in directory.others()]
-            everyone = [mine, *(DeviceFacts.from_note(note) for note in notes if note)]
+            notes = [directory.note(info.id) for info in directory.all()]  # by rank, as in torch
+            everyone = [DeviceFacts.from_note(note) for note in notes if note] or [mine]
             check_device_maps(everyone, is_static_group=not directory.is_open)
             _greet(worker)
         except BaseException:  # an interrupt too: nobody else would close it
