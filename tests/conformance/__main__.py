@@ -10,9 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tests.conformance import plan, report
-from tests.conformance.runner import Outcome, run_all
+from tests.conformance.runner import Outcome, be, run_all
 from tests.conformance.suites import load, set_environment
 
 
@@ -22,6 +23,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--class", dest="suites", action="append", default=[], metavar="SUITE")
     parser.add_argument("--test", dest="tests", action="append", default=[], metavar="TEST")
     parser.add_argument("--gpu", action="store_true", help="the tests that need one GPU")
+    parser.add_argument("--be", nargs=2, default=[], help=argparse.SUPPRESS)
     parser.add_argument("--stock", action="store_true", help="torch's own RPC, to check the runner")
     parser.add_argument("--list", action="store_true", help="name the tests, and run nothing")
     parser.add_argument("--json", action="store_true", help="results on stdout as JSON")
@@ -34,13 +36,17 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run what was asked for; 1 if it does not go as expected."""
     options = arguments()
+    if options.be:
+        name, place = options.be
+        be(name, Path(place))
     chosen = plan.cases(options.suites, options.tests, gpu=options.gpu)
     if options.list:
         print("\n".join(f"{case.kind}  {case}" for case in chosen))
         return 0
     excluded = plan.exclusions(options.stock)
     set_environment(options.limit, gpu=options.gpu)
-    load(options.stock)
+    if not options.gpu:
+        load(options.stock)
     outcomes = []
     for outcome in run_all(chosen, options.jobs, options.limit, gpu=options.gpu):
         outcomes.append(outcome)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tests.conformance.plan import Case
-from tests.conformance.suites import build
+from tests.conformance.plan import Case, cases
+from tests.conformance.suites import build, load
 
 _PATIENCE = 15.0
 """Seconds beyond the limit, in which the ranks' stacks are collected, before all are killed."""
@@ -61,13 +61,13 @@ class RunningTest:
 
 def run_all(waiting: list[Case], jobs: int, limit: int, *, gpu: bool = False) -> Iterator[Outcome]:
     """Each test's outcome, in the order in which they end."""
-    if not gpu:  # a build with CUDA starts threads of its own
+    if not gpu:
         _refuse_threads()
     todo, running = list(reversed(waiting)), []
     try:
         while todo or running:
             while todo and len(running) < jobs:
-                running.append(_start(todo.pop()))
+                running.append(_spawn(todo.pop()) if gpu else _start(todo.pop()))
             for test in list(running):
                 outcome = _maybe_outcome(test, limit)
                 if outcome is not None:
@@ -94,8 +94,23 @@ def _start(case: Case) -> RunningTest:
     return RunningTest(case, process, place, time.monotonic())
 
 
+def _spawn(case: Case) -> RunningTest:
+    """Like `_start`, in a process that imports torch anew: CUDA cannot be used after a fork."""
+    place = Path(tempfile.mkdtemp(prefix="conformance-"))
+    command = (sys.executable, "-m", "tests.conformance", "--be", str(case), str(place))
+    process = os.posix_spawn(sys.executable, command, os.environ)
+    return RunningTest(case, process, place, time.monotonic())
+
+
+def be(name: str, place: Path) -> None:
+    """The process that `_spawn` starts."""
+    (case,) = cases(tests=[name], gpu=True)
+    load(stock=False)
+    _be_a_test(case, place)
+
+
 def _be_a_test(case: Case, place: Path) -> None:
-    """The forked process: run the test, write down what happened, and end."""
+    """The process of a test: run it, write down what happened, and end."""
     code = 1
     try:
         os.setpgid(0, 0)
