@@ -146,9 +146,12 @@ _library_files: set[str] = set()
 """those found so far: looking a name up is faster than comparing its beginning"""
 
 
-def user_line() -> tuple[str, int]:
-    """The file and line of the user's code that runs now, if any. hot: each message with a graph"""
-    frame = sys._getframe(1)
+def user_line(above: int = 1) -> tuple[str, int]:
+    """The file and line of the user's code that runs now, if any. hot: each message with a graph
+
+    So many callers of this function are known to be gradwire's.
+    """
+    frame = sys._getframe(above)
     while (name := frame.f_code.co_filename) in _library_files or name.startswith(_LIBRARIES):
         _library_files.add(name)
         if frame.f_back is None:

@@ -43,6 +43,8 @@ from gradwire.wire.tensor import are_on_cpu, arrive_on_cpu, decode_tensors, enco
 _log = logging.getLogger("gradwire")
 _LONG_SECONDS, _MANY = 60.0, 100
 """What is reported at shutdown: a program may well keep some results to its end."""
+_FRAMES_OF_A_CALL = 5
+"""From `attach_send` up to the function of rpc/calls/client.py that makes the call."""
 
 
 @final
@@ -101,7 +103,7 @@ class Engine:
             return []
         tag = context and context.id
         groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
-        made = Made(self._agent.clock.now(), user_line() if is_call else NO_LINE)
+        made = Made(self._agent.clock.now(), user_line(_FRAMES_OF_A_CALL) if is_call else NO_LINE)
         more = (tensors, made, self.devices.homes_of)
         left = [leave(self.edges, self._ref, tag, peer, each, *more) for each in groups]
         if context is not None:

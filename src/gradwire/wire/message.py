@@ -99,9 +99,7 @@ def maybe_small(frame: Frame, flags: int = 0, most: int = SMALL) -> bytes | None
     """
     head, payload = frame.head, frame.payload
     flags |= frame.flags
-    length = 0
-    for part in payload:
-        length += len(part)
+    length = sum(map(len, payload)) if payload else 0
     if length > most or len(head) > SMALL:
         return None
     content = crc32(head)

@@ -54,6 +54,8 @@ DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _INDEX_TYPES = (torch.int64, torch.int32)
 _NAMES_WITHOUT_NUMPY = ("torch.bfloat16", "torch.complex32", "torch.float8", "torch.float4")
 _WITHOUT_NUMPY = {dtype for dtype in DTYPE_CODES if str(dtype).startswith(_NAMES_WITHOUT_NUMPY)}
+_PLAIN_CODES = {dtype: code for dtype, code in DTYPE_CODES.items() if dtype not in _WITHOUT_NUMPY}
+_PLAIN_TYPES = (Tensor, Parameter)
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
 _COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
@@ -160,8 +162,11 @@ def encode_tensors(
     headers: list[TensorHeader] = []
     try:
         for n, tensor in enumerate(tensors):
-            place = ON_CPU if placements is None else placements[n]
-            headers.append(_encode(tensor, payload, place))
+            if placements is None and (header := _maybe_encode_plain(tensor, payload)) is not None:
+                headers.append(header)
+            else:
+                place = ON_CPU if placements is None else placements[n]
+                headers.append(_encode(tensor, payload, place))
     except NotSerializable as refusal:
         raise refusal.inside(f"tensors[{len(headers)}]") from None
     return headers, payload.buffers
@@ -185,18 +190,20 @@ def decode_tensors(
         raise OverLimit(f"{len(headers)} tensors are over the limit of {limits.tensors}")
     if limits.dimensions < _MAX_DIMS and any(len(h.shape) > limits.dimensions for h in headers):
         raise OverLimit(f"a tensor has more than {limits.dimensions} dimensions, the limit")
-    block = _Block(payload)
+    block, inference = _Block(payload), torch.is_inference_mode_enabled()
     tensors: list[Tensor] = []
     for header in headers:
         flags = header.flags
         if flags & ~_ALL_FLAGS:
             raise _malformed(f"flags {flags:#x} are unknown")
         # This thread may be inside inference_mode; what counts is the mode of the sender.
-        if torch.is_inference_mode_enabled() is not bool(flags & INFERENCE):
-            with torch.inference_mode(bool(flags & INFERENCE)):
+        if inference is not bool(flags & INFERENCE):
+            with torch.inference_mode(not inference):
                 tensors.append(_rebuild(header, block, arriving))
-        else:
+        elif header.device or header.layout or header.order is not None:
             tensors.append(_rebuild(header, block, arriving))
+        else:  # most tensors, without a function more
+            tensors.append(_rebuild_dense(header, block, arriving))
     return tensors
 
 
@@ -218,13 +225,29 @@ class _Payload:
         except RuntimeError as error:
             raise _refusal("a tensor without its own memory", f"torch says: {error}") from error
         offset = self._end
-        gap = -offset % ALIGNMENT
-        if gap:
+        if gap := -offset % ALIGNMENT:
             self.buffers.append(_PADDING[gap])
             offset += gap
         self.buffers.append(view)
         self._end = offset + len(view)
         return offset
+
+
+def _maybe_encode_plain(tensor: Tensor, payload: _Payload) -> TensorHeader | None:
+    """What `_encode` returns for most tensors, in fewer steps; None for the others.
+
+    hot: every message with tensors
+    """
+    code = _PLAIN_CODES.get(tensor.dtype)
+    if code is None or type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+        return None
+    shape = tuple(tensor.shape) if not tensor.is_nested else (0,)
+    if 0 in shape or (1 in shape and len(shape) > 1) or not tensor.is_contiguous():
+        return None
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if tensor.is_inference():
+        flags |= INFERENCE
+    return TensorHeader(code, shape, payload.append(tensor), flags)
 
 
 def _encode(tensor: Tensor, payload: _Payload, place: Placement) -> TensorHeader:
@@ -366,13 +389,15 @@ def _rebuild_dense(header: TensorHeader, block: _Block, arriving: Arriving | Non
     dtype, shape, order = DTYPES.get(header.dtype), header.shape, header.order
     if dtype is None:
         raise _malformed(f"dtype {header.dtype} is unknown to torch {torch.__version__}")
-    numel = _numel_of(shape, dtype.itemsize)
+    numel = shape[0] if len(shape) == 1 and 0 < shape[0] else _numel_of(shape, dtype.itemsize)
     if header.device == META or numel == 0:
         # Explicit, since torch.set_default_device changes the default of every factory.
         device, strides = META if header.device == META else "cpu", strides_of(shape, order)
         make = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
         return _retry_after_warning(make)
-    if header.block is not None and arriving is not None:
+    if header.block is not None:
+        if arriving is None:
+            raise _malformed("it arrives on a device, where it cannot")
         return arriving.take(header, strides_of(shape, order), dtype)
     flat = block.claim(header.offset, dtype, numel)
     if order is not None:
