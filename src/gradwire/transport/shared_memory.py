@@ -89,8 +89,8 @@ class Block:
 
     def __init__(self, number: int, descriptor: int, room: int) -> None:
         self.number, self.room = number, room
-        self._memory = _mapped(descriptor, FIRST_PAGE + room)
-        self.state = self._memory.data[:1]  # one byte, which the peer may change at any time
+        self.memory = _mapped(descriptor, FIRST_PAGE + room)
+        self.state = self.memory.data[:1]  # one byte, which the peer may change at any time
         self.lease: Callable[[], Memory | None] = lambda: None
         """returns None unless the view returned by `lend`, or a slice of it, is alive"""
         # Its maker keeps it until the peer has it. A list, because a send that ends and a close of
@@ -142,16 +142,16 @@ class Block:
         for part in payload:
             end = start + len(part)
             if len(part) >= _COPIED_WITHOUT_GIL:
-                self._memory[start:end] = numpy.frombuffer(part, dtype=numpy.uint8)
+                self.memory[start:end] = numpy.frombuffer(part, dtype=numpy.uint8)
             else:
-                self._memory.data[start:end] = part
+                self.memory.data[start:end] = part
             start = end
 
     def lend(self, nbytes: int) -> memoryview:
         """The first `nbytes` of the payload; the block becomes FREE when their last view dies."""
         # A slice of a memoryview refers to the array, not to the memoryview it was sliced from. So
         # the weak reference is to the array.
-        lease = self._memory[FIRST_PAGE : FIRST_PAGE + nbytes]
+        lease = self.memory[FIRST_PAGE : FIRST_PAGE + nbytes]
         state, process = self.state, os.getpid()
 
         def free(_: object) -> None:
@@ -275,6 +275,11 @@ class SharedMemory:
         if block.lease() is not None:
             raise BadMessage(f"shared block {number} was reused while it was in use")
         return block.lend(length)
+
+    def adopt_ring(self, descriptor: int | None, limits: Limits) -> Block:
+        """The block of the ring that the peer has announced; see ring.py."""
+        self._adopt(0, descriptor, limits)
+        return self._borrowed.pop(0)
 
     def close(self) -> None:
         """Forget all blocks, and make no more; tensors in them keep their memory alive.

@@ -389,7 +389,7 @@ def _rebuild_dense(header: TensorHeader, block: _Block, arriving: Arriving | Non
     dtype, shape, order = DTYPES.get(header.dtype), header.shape, header.order
     if dtype is None:
         raise _malformed(f"dtype {header.dtype} is unknown to torch {torch.__version__}")
-    numel = shape[0] if len(shape) == 1 and 0 < shape[0] else _numel_of(shape, dtype.itemsize)
+    numel = shape[0] if len(shape) == 1 and shape[0] > 0 else _numel_of(shape, dtype.itemsize)
     if header.device == META or numel == 0:
         # Explicit, since torch.set_default_device changes the default of every factory.
         device, strides = META if header.device == META else "cpu", strides_of(shape, order)
