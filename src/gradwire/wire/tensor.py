@@ -241,6 +241,8 @@ def _maybe_encode_plain(tensor: Tensor, payload: _Payload) -> TensorHeader | Non
     code = _PLAIN_CODES.get(tensor.dtype)
     if code is None or type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
         return None
+    if not tensor.is_cpu:  # a meta tensor has a header only
+        return None
     shape = tuple(tensor.shape) if not tensor.is_nested else (0,)
     if 0 in shape or (1 in shape and len(shape) > 1) or not tensor.is_contiguous():
         return None
