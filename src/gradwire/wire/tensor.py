@@ -391,7 +391,8 @@ def _rebuild_dense(header: TensorHeader, block: _Block, arriving: Arriving | Non
     dtype, shape, order = DTYPES.get(header.dtype), header.shape, header.order
     if dtype is None:
         raise _malformed(f"dtype {header.dtype} is unknown to torch {torch.__version__}")
-    numel = shape[0] if len(shape) == 1 and shape[0] > 0 else _numel_of(shape, dtype.itemsize)
+    is_row = len(shape) == 1 and shape[0] > 0 and not header.device  # `claim` bounds its bytes
+    numel = shape[0] if is_row else _numel_of(shape, dtype.itemsize)
     if header.device == META or numel == 0:
         # Explicit, since torch.set_default_device changes the default of every factory.
         device, strides = META if header.device == META else "cpu", strides_of(shape, order)
