@@ -172,7 +172,7 @@ class Calls:
         sent = self._send_unawaited(to, target, deadline, None)
         what = partial(self._name_on, to, target.description or target.name)
         pending = self._pending(sent.promise, to, sent.context, what, self._behavior.of_call)
-        return Future(pending, self._environment, to, partial(self._agent.cancel, sent.promise))
+        return Future(pending, self._environment, to)
 
     def _name_on(self, to: WorkerId, name: str) -> str:
         return f"{display_name(name)} on {self._agent.directory.name(to)}"
@@ -262,14 +262,14 @@ class Calls:
         """Encode and send a call; the caller gives its bytes back to the window. hot: each call"""
         _, _, inbound, run, entered = get_current()
         context = None if entered is None else self._engine.calling(current_context(), to)
-        checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
-        value, maps = (target.args, target.kwargs), target.device_map
+        name, value, maps = target.name, (target.args, target.kwargs), target.device_map
+        checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, name))
         if maps is None and self._device_maps:
             maps = self._device_map_to(to)
         packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline, maps)
         body, payload, counted = packed.body, packed.payload, False
         size = EACH + len(body.data) + (sum(map(len, payload)) if payload else 0)
-        what = target.description or display_name(target.name)
+        what = target.description or display_name(name)
         try:
             grad, carries = is_grad_enabled(), self._carries_modes
             if grad and (
@@ -282,10 +282,12 @@ class Calls:
             modes = current_modes(autocast=carries) if has_modes() else None
             depth, room = OUTERMOST if type(deadline) is float else extent_of(deadline)
             grad, seconds = grad or not carries, deadline - self._agent.clock.now()
-            rest = (keep, draws, modes, depth, room, maps)
+            call = Call(
+                name, body, context, grad, inference, seconds, keep, draws, modes, depth, room, maps
+            )
             id, promise = self._agent.request(
                 to,
-                Call(target.name, body, context, grad, inference, seconds, *rest),
+                call,
                 payload,
                 deadline=deadline,
                 description=what,

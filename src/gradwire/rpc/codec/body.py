@@ -219,15 +219,16 @@ class BodyCodec:
         came = None  # held here: what the value does not use of it ends with this function
         if body.references:
             came = self._refs.unpacking(body.references, source, is_answered=is_answered)
-        if not body.tensors:
+        headers = body.tensors
+        if not headers:
             return DecodedBody(self._decode_value(body.data, (), came))
         crossings: Sequence[Crossing] = body.crossings
-        on_cpu = arrive_on_cpu(body.tensors)
+        on_cpu = arrive_on_cpu(headers)
         try:
             if on_cpu:
-                tensors = decode_tensors(body.tensors, payload, self._limits)
+                tensors = decode_tensors(headers, payload, self._limits)
             else:
-                tensors = self._devices.decode(body.tensors, payload, source)
+                tensors = self._devices.decode(headers, payload, source)
             if crossings:
                 if not is_recorded:
                     self._engine.drop_crossings(crossings, source)
@@ -238,7 +239,7 @@ class BodyCodec:
             self._engine.drop_crossings(crossings, source)
             raise
         depth = max(map(_depth_of, crossings)) if crossings else 0
-        cut = cut_tensors(body.tensors, crossings)
+        cut = cut_tensors(headers, crossings)
         if cut and self._leaves:
             for n in cut:
                 tensors[n].requires_grad_()
