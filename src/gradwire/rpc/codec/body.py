@@ -52,7 +52,7 @@ _FAST_DEPTH: Final = 2
 """how deep a value of the fast path is nested at most: a call is a tuple of arguments in a tuple"""
 WALK: Final = object()
 """returned by the fast path in place of a value that needs a walk"""
-_depth_of, _flags_of = attrgetter("depth"), attrgetter("flags")
+_depth_of, _flags_of, _tensors_of = map(attrgetter, ("depth", "flags", "tensors"))
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
 _ROWS = [[[TENSOR, n] for n in range(count)] for count in range(4)]
 _CALLS: Final = [to_msgpack([TUPLE, [TUPLE, *row], [DICT]]) for row in _ROWS]
@@ -179,7 +179,9 @@ class BodyCodec:
             headers, payload = self._devices.encode(tensors, *about)
         if not self._carries_modes:  # autograd refuses what was made in inference mode
             headers = [without_inference(header) for header in headers]
-        crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
+        crossings: list[Crossing] = []
+        if any(map(_flags_of, headers)):  # otherwise none requires grad
+            crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
         body = Body(data, headers, crossings, references, self._riding_to(to))
         return EncodedBody(body, payload)
 
@@ -238,6 +240,8 @@ class BodyCodec:
         except BaseException:
             self._engine.drop_crossings(crossings, source)
             raise
+        if on_cpu and not crossings and not any(map(_flags_of, headers)):
+            return DecodedBody(self._decode_value(body.data, tensors, came))
         depth = max(map(_depth_of, crossings)) if crossings else 0
         cut = cut_tensors(headers, crossings)
         if cut and self._leaves:
@@ -275,11 +279,8 @@ def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) 
     """The indices of tensors that require grad and that no edge records. hot: each message"""
     if not any(map(_flags_of, headers)):
         return []
-    cut = [n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD]
-    if cut and crossings:
-        recorded = {n for crossing in crossings for n in crossing.tensors}
-        cut = [n for n in cut if n not in recorded]
-    return cut
+    cut = {n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD}
+    return sorted(cut.difference(*map(_tensors_of, crossings)))
 
 
 def maybe_node(value: object, tensors: list[Tensor]) -> object:
