@@ -267,27 +267,22 @@ class Calls:
         if maps is None and self._device_maps:
             maps = self._device_map_to(to)
         packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline, maps)
-        body, payload, counted = packed.body, packed.payload, False
+        body, payload, headers, counted = packed.body, packed.payload, packed.body.tensors, False
         size = EACH + len(body.data) + (sum(map(len, payload)) if payload else 0)
         what = target.description or display_name(name)
         try:
             grad, carries = is_grad_enabled(), self._carries_modes
-            if grad and (
-                packed.copies or (body.tensors and cut_tensors(body.tensors, body.crossings))
-            ):
+            if grad and (packed.copies or (headers and cut_tensors(headers, body.crossings))):
                 self._warn_of_cut(packed, what, to)
             counted = self._window.maybe_take(to, size) or self._wait(to, size, deadline, what)
             inference = carries and is_inference_mode_enabled()
             draws = None if checkpointed is None else checkpointed.draws  # see messages.Draws
             modes = current_modes(autocast=carries) if has_modes() else None
             depth, room = OUTERMOST if type(deadline) is float else extent_of(deadline)
-            grad, seconds = grad or not carries, deadline - self._agent.clock.now()
-            call = Call(
-                name, body, context, grad, inference, seconds, keep, draws, modes, depth, room, maps
-            )
+            rest = (deadline - self._agent.clock.now(), keep, draws, modes, depth, room, maps)
             id, promise = self._agent.request(
                 to,
-                call,
+                Call(name, body, context, grad or not carries, inference, *rest),
                 payload,
                 deadline=deadline,
                 description=what,
@@ -300,9 +295,8 @@ class Calls:
             raise
         if body.released:
             self._engine.releases.rode(to, body.released)
-        if checkpointed is not None:
-            checkpointed = checkpointed.sent(promise, self._agent)
-        return SentCall(id, promise, size, context, checkpointed)
+        recorded = checkpointed and checkpointed.sent(promise, self._agent)
+        return SentCall(id, promise, size, context, recorded)
 
     def _device_map_to(self, to: WorkerId) -> dict[str, str] | None:
         """On which devices of a peer tensors arrive, as the options say."""
@@ -348,18 +342,24 @@ class Calls:
         translated: Translated,
     ) -> PendingResult[Any]:
         """The answer, to be unpacked by the thread that first asks for it."""
-        differentiable = is_grad_enabled()
-        recorded = self._carries_modes or differentiable
-
-        def unpack(outcome: Outcome) -> ResultOrError:
-            if isinstance(outcome, Exception):
-                return translated(outcome, self._agent.directory)
-            unpacked = self._unpack_result(outcome, source, context, recorded, is_handed_over=True)
-            if (unpacked.cut or unpacked.copies) and not differentiable:
-                return replace(unpacked, cut=0, copies=0)
-            return unpacked
-
+        unpack = partial(self._unpacked, source, context, is_grad_enabled(), translated)
         return PendingResult(promise, unpack, what)
+
+    def _unpacked(
+        self,
+        source: WorkerId,
+        context: InContext,
+        differentiable: bool,
+        translated: Translated,
+        outcome: Outcome,
+    ) -> ResultOrError:
+        if isinstance(outcome, Exception):
+            return translated(outcome, self._agent.directory)
+        recorded = self._carries_modes or differentiable
+        unpacked = self._unpack_result(outcome, source, context, recorded, is_handed_over=True)
+        if (unpacked.cut or unpacked.copies) and not differentiable:
+            return replace(unpacked, cut=0, copies=0)
+        return unpacked
 
     def _unpack_result(
         self,

@@ -221,8 +221,7 @@ class BodyCodec:
         came = None  # held here: what the value does not use of it ends with this function
         if body.references:
             came = self._refs.unpacking(body.references, source, is_answered=is_answered)
-        headers = body.tensors
-        if not headers:
+        if not (headers := body.tensors):
             return DecodedBody(self._decode_value(body.data, (), came))
         crossings: Sequence[Crossing] = body.crossings
         on_cpu = arrive_on_cpu(headers)
@@ -231,12 +230,11 @@ class BodyCodec:
                 tensors = decode_tensors(headers, payload, self._limits)
             else:
                 tensors = self._devices.decode(headers, payload, source)
-            if crossings:
-                if not is_recorded:
-                    self._engine.drop_crossings(crossings, source)
-                    crossings = ()
-                elif not self._engine.attach_recv(context, source, crossings, tensors):
-                    crossings = ()
+            if crossings and not is_recorded:
+                self._engine.drop_crossings(crossings, source)
+                crossings = ()
+            elif crossings and not self._engine.attach_recv(context, source, crossings, tensors):
+                crossings = ()
         except BaseException:
             self._engine.drop_crossings(crossings, source)
             raise
@@ -244,9 +242,8 @@ class BodyCodec:
             return DecodedBody(self._decode_value(body.data, tensors, came))
         depth = max(map(_depth_of, crossings)) if crossings else 0
         cut = cut_tensors(headers, crossings)
-        if cut and self._leaves:
-            for n in cut:
-                tensors[n].requires_grad_()
+        for n in cut if self._leaves else ():
+            tensors[n].requires_grad_()
         handoff = None if on_cpu or not is_handed_over else self._devices.handoff(tensors)
         value = self._decode_value(body.data, tensors, came)
         return DecodedBody(value, depth, len(cut), 0, handoff)
