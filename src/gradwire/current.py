@@ -151,10 +151,12 @@ def user_line(above: int = 1) -> tuple[str, int]:
 
     So many callers of this function are known to be gradwire's.
     """
-    frame = sys._getframe(above)
-    while (name := frame.f_code.co_filename) in _library_files or name.startswith(_LIBRARIES):
-        _library_files.add(name)
-        if frame.f_back is None:
-            return NO_LINE
+    frame: FrameType | None = sys._getframe(above)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name not in _library_files:
+            if not name.startswith(_LIBRARIES):
+                return NO_LINE if name == threading.__file__ else (name, frame.f_lineno)
+            _library_files.add(name)
         frame = frame.f_back
-    return NO_LINE if name == threading.__file__ else (name, frame.f_lineno)
+    return NO_LINE

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar, cast
 
+from msgspec.structs import replace
+
 from gradwire.agent.devices.maps import checked_map
 from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.current import current_worker
@@ -151,7 +153,7 @@ def rpc_sync(
     worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
     while True:
         try:
-            return cast(T, worker.calls.call(number, target, deadline))
+            return worker.calls.call(number, target, deadline)  # type: ignore[no-any-return]
         except PeerLost as error:
             if not can_repeat(worker, number, func, deadline, error):
                 raise
@@ -222,11 +224,10 @@ def _prepared(
     if type(args) is not tuple:
         args = positional(args)
     named = {} if kwargs is None else keywords(kwargs)
-    if device_map is None:
-        target = Target(name_of(func), args, named)
-    else:
+    target = Target(name_of(func), args, named)
+    if device_map is not None:
         maps = checked_map(device_map, worker.directory.name(number))
-        target = Target(name_of(func), args, named, device_map=maps)
+        target = replace(target, device_map=maps)
     return worker, number, target, worker.deadline(timeout)
 
 

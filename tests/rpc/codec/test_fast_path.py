@@ -40,6 +40,13 @@ rows = st.lists(ordinary, max_size=4).map(tuple)
 calls = st.tuples(rows, st.just({}))
 
 
+def bodies_within(limits):
+    engine = SimpleNamespace(
+        limits=limits, devices=None, releases=SimpleNamespace(riding_to=lambda _: [])
+    )
+    return BodyCodec(Codec(Registry(), limits), engine, NO_REFS, NATIVE)
+
+
 def shown(value):
     """A value to compare: tensors by identity, numbers by type."""
     if isinstance(value, tuple | list):
@@ -124,11 +131,7 @@ def test_what_does_not_fit_is_refused_by_the_walk(skeleton, count):
     ],
 )
 def test_limits_are_for_the_walk_to_judge(limits, value):
-    codec = Codec(Registry(), limits)
-    engine = SimpleNamespace(
-        limits=limits, devices=None, releases=SimpleNamespace(riding_to=lambda _: [])
-    )
-    bodies = BodyCodec(codec, engine, NO_REFS, NATIVE)
+    codec, bodies = Codec(Registry(), limits), bodies_within(limits)
     data = CODEC.encode(value).data
 
     with pytest.raises(NotSerializable) as alone:
@@ -139,3 +142,37 @@ def test_limits_are_for_the_walk_to_judge(limits, value):
     if limits.head > len(data):
         with pytest.raises(OverLimit):
             bodies.decode(Body(data, [], [], []), None, source=1, context=None)
+
+
+ARGUMENTS = ("args", "kwargs")
+common = [(None, "result"), (ONE, "result"), (((ONE,), {}), "result")]
+common += [(((ONE,) * n, {}), ARGUMENTS) for n in range(5)]
+others = [((), "result"), ((ONE,), "result")]
+others += [((args, {}), ARGUMENTS) for args in [(None,), (ONE, 1), ((),)]]
+others += [(((ONE,), {"a": 1}), ARGUMENTS)]
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [*common, *others],
+)
+def test_the_bodies_of_common_values_are_those_of_the_walk(value, place):
+    bodies, data = bodies_within(Limits()), CODEC.encode(value).data
+
+    encoded = bodies.encode(value, to=1, context=None, place=place, deadline=math.inf)
+    assert encoded.body.data == data
+    payload = memoryview(bytearray().join(map(bytes, encoded.payload)))
+    came = bodies.decode(encoded.body, payload, source=1, context=None).value
+    assert repr(came) == repr(value)
+
+
+@pytest.mark.parametrize(("value", "place"), common)
+def test_the_data_of_a_common_value_is_refused_with_other_tensors(value, place):
+    bodies = bodies_within(Limits())
+    body = bodies.encode(value, to=1, context=None, place=place, deadline=math.inf).body
+    more = bodies.encode(torch.ones(0), to=1, context=None, place="result", deadline=math.inf)
+    wrong = [[*more.body.tensors] * n for n in range(6) if n != len(body.tensors)]
+
+    for tensors in wrong:
+        with pytest.raises(BadMessage):
+            bodies.decode(Body(body.data, tensors, [], []), None, source=1, context=None)

@@ -5,21 +5,21 @@ docs/concepts/calls.md lists the functions that a call goes through on both work
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast, final
 
 import msgspec
-import torch
 from msgspec.structs import replace
+from torch import is_grad_enabled, is_inference_mode_enabled
 
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.devices.maps import checked_map
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.timer import OUTERMOST, Clock, ShortenedDeadline, extent_of, nested
+from gradwire.agent.requests.timer import OUTERMOST, Clock, extent_of, nested
 from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
@@ -71,6 +71,7 @@ class SentCall(msgspec.Struct, frozen=True):
     promise: Promise[Outcome]
     size: int
     """its bytes in the flow-control window"""
+    context: InContext
     checkpointed: CheckpointedCall | None
     """its record, if it is made inside of an activation checkpoint"""
 
@@ -118,7 +119,8 @@ class Calls:
         self._device_maps = {to: checked_map(given, to) for to, given in device_maps.items()}
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._behavior = bodies, behavior
-        self._carries_modes = behavior.carries_modes
+        self._carries_modes, self._events = behavior.carries_modes, agent.events
+        self._tells_of_cancels = not behavior.runs_what_is_late
         self._window = PeerLimit("in_flight", agent.limits.in_flight, one_may_exceed=True)
         agent.locks.add(self._window.lock)
         self._environment = Environment(agent, refs.on_death, behavior.of_callback)
@@ -130,13 +132,11 @@ class Calls:
     @_profiled("sync")
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
         """What a function returns or raises on a peer. hot: each rpc_sync, so no future is made"""
-        context = current_context()
-        if context is not None:
-            context = self._engine.calling(context, to)
-        sent = self._send_call(to, target, context, deadline, None)
+        sent = self._send_call(to, target, deadline, None)
+        context = sent.context
         try:
-            if context is not None or self._agent.events.listeners:
-                self._after_send(sent, to, context)
+            if context is not None or self._events.listeners:
+                self._after_send(sent, to)
             if sent.checkpointed is None:
                 outcome = self._outcome(sent.promise, to, context)
             else:
@@ -146,11 +146,11 @@ class Calls:
             self._window.give_back(to, sent.size)
         if isinstance(outcome, Exception):
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
-        recorded = self._carries_modes or torch.is_grad_enabled()
+        recorded = self._carries_modes or is_grad_enabled()
         unpacked = self._unpack_result(outcome, to, context, recorded)
         if unpacked.depth:
             lift_this_thread(unpacked.depth)
-        if (unpacked.cut or unpacked.copies) and torch.is_grad_enabled():
+        if (unpacked.cut or unpacked.copies) and is_grad_enabled():
             what = self._name_on(to, target.description or target.name)
             warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies)
         return unpacked.value
@@ -169,13 +169,10 @@ class Calls:
     @_profiled("async")
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run a function on a peer; a future of what it returns."""
-        context = current_context()
-        if context is not None:
-            context = self._engine.calling(context, to)
-        promise = self._send_unawaited(to, target, context, deadline, None)
+        sent = self._send_unawaited(to, target, deadline, None)
         what = partial(self._name_on, to, target.description or target.name)
-        pending = self._pending(promise, to, context, what, self._behavior.of_call)
-        return Future(pending, self._environment, to, partial(self._agent.cancel, promise))
+        pending = self._pending(sent.promise, to, sent.context, what, self._behavior.of_call)
+        return Future(pending, self._environment, to)
 
     def _name_on(self, to: WorkerId, name: str) -> str:
         return f"{display_name(name)} on {self._agent.directory.name(to)}"
@@ -196,9 +193,8 @@ class Calls:
         here = to == self._agent.directory.me.id
         handle = self._refs.keep_here() if here else self._refs.keep_elsewhere(to)
         try:
-            context = self._engine.calling(current_context(), to)
             keep = Kept(handle.ref, handle.fork)
-            promise = self._send_unawaited(to, target, context, deadline, keep)
+            promise = self._send_unawaited(to, target, deadline, keep).promise
         except BaseException:
             self._refs.creation_undone(handle)
             raise
@@ -233,7 +229,7 @@ class Calls:
             description=what,
             phase=phase,
             inbound=current_inbound(),
-            notify_cancel=not self._behavior.runs_what_is_late,
+            notify_cancel=self._tells_of_cancels,
         )[1]
 
     def backward_from(
@@ -251,65 +247,65 @@ class Calls:
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
 
     def _send_unawaited(
-        self, to: WorkerId, target: Target, context: InContext, deadline: float, keep: Kept | None
-    ) -> Promise[Outcome]:
+        self, to: WorkerId, target: Target, deadline: float, keep: Kept | None
+    ) -> SentCall:
         """Send a call that this thread does not wait for; its answer releases its bytes."""
-        sent = self._send_call(to, target, context, deadline, keep)
+        sent = self._send_call(to, target, deadline, keep)
         sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
-        if context is not None or self._agent.events.listeners:
-            self._after_send(sent, to, context)
-        return sent.promise
+        if sent.context is not None or self._events.listeners:
+            self._after_send(sent, to)
+        return sent
 
     def _send_call(
-        self, to: WorkerId, target: Target, context: InContext, deadline: float, keep: Kept | None
+        self, to: WorkerId, target: Target, deadline: float, keep: Kept | None
     ) -> SentCall:
         """Encode and send a call; the caller gives its bytes back to the window. hot: each call"""
-        _, _, inbound, run, _ = get_current()
-        checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, target.name))
-        value = (target.args, target.kwargs)
-        maps = target.device_map
+        _, _, inbound, run, entered = get_current()
+        context = None if entered is None else self._engine.calling(current_context(), to)
+        name, value, maps = target.name, (target.args, target.kwargs), target.device_map
+        checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, name))
         if maps is None and self._device_maps:
             maps = self._device_map_to(to)
         packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline, maps)
-        body, counted = packed.body, False
-        size = EACH + len(body.data) + sum(map(len, packed.payload))
-        what = target.description or display_name(target.name)
+        body, payload, headers, counted = packed.body, packed.payload, packed.body.tensors, False
+        size = EACH + len(body.data) + (sum(map(len, payload)) if payload else 0)
+        what = target.description or display_name(name)
         try:
-            grad, carries = torch.is_grad_enabled(), self._carries_modes
-            if grad and (body.tensors or packed.copies):
-                self._warn_if_cut(packed, what, to)
+            grad, carries = is_grad_enabled(), self._carries_modes
+            if grad and (packed.copies or (headers and cut_tensors(headers, body.crossings))):
+                self._warn_of_cut(packed, what, to)
             counted = self._window.maybe_take(to, size) or self._wait(to, size, deadline, what)
-            inference = carries and torch.is_inference_mode_enabled()
+            inference = carries and is_inference_mode_enabled()
+            draws = None if checkpointed is None else checkpointed.draws  # see messages.Draws
             modes = current_modes(autocast=carries) if has_modes() else None
-            extent = extent_of(deadline) if type(deadline) is ShortenedDeadline else OUTERMOST
-            draws = checkpointed and checkpointed.draws  # see messages.Draws
-            rest = (deadline - self._agent.clock.now(), keep, draws, modes, *extent, maps)
+            depth, room = OUTERMOST if type(deadline) is float else extent_of(deadline)
+            rest = (deadline - self._agent.clock.now(), keep, draws, modes, depth, room, maps)
             id, promise = self._agent.request(
                 to,
-                Call(target.name, body, context, grad or not carries, inference, *rest),
-                packed.payload,
+                Call(name, body, context, grad or not carries, inference, *rest),
+                payload,
                 deadline=deadline,
                 description=what,
                 phase="call" if context is None else "forward",
                 inbound=inbound,
-                notify_cancel=keep is None and not self._behavior.runs_what_is_late,
+                notify_cancel=keep is None and self._tells_of_cancels,
             )
         except BaseException:
             self._undo_send(to, size if counted else 0, packed, checkpointed)
             raise
         if body.released:
             self._engine.releases.rode(to, body.released)
-        return SentCall(id, promise, size, checkpointed and checkpointed.sent(promise, self._agent))
+        recorded = checkpointed and checkpointed.sent(promise, self._agent)
+        return SentCall(id, promise, size, context, recorded)
 
     def _device_map_to(self, to: WorkerId) -> dict[str, str] | None:
         """On which devices of a peer tensors arrive, as the options say."""
         return self._device_maps.get(self._agent.directory.name(to))
 
-    def _warn_if_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
+    def _warn_of_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.body.tensors, packed.body.crossings)
-        if cut or packed.copies:
-            where = f"the arguments of {what} on {self._agent.directory.name(to)}"
-            warn_of_cut(len(cut), where, packed.copies)
+        where = f"the arguments of {what} on {self._agent.directory.name(to)}"
+        warn_of_cut(len(cut), where, packed.copies)
 
     def _undo_send(
         self, to: WorkerId, size: int, packed: EncodedBody, checkpointed: CheckpointedCall | None
@@ -332,10 +328,10 @@ class Calls:
             self._window.take_when_free(to, size, deadline, self._agent.clock, what)
         return True
 
-    def _after_send(self, sent: SentCall, to: WorkerId, context: InContext) -> None:
-        self._engine.called(context, to)
-        if self._agent.events.listeners:
-            self._agent.events.emit("call", sent.call, self._agent.directory.name(to))
+    def _after_send(self, sent: SentCall, to: WorkerId) -> None:
+        self._engine.called(sent.context, to)
+        if self._events.listeners:
+            self._events.emit("call", sent.call, self._agent.directory.name(to))
 
     def _pending(
         self,
@@ -346,18 +342,24 @@ class Calls:
         translated: Translated,
     ) -> PendingResult[Any]:
         """The answer, to be unpacked by the thread that first asks for it."""
-        differentiable = torch.is_grad_enabled()
-        recorded = self._carries_modes or differentiable
-
-        def unpack(outcome: Outcome) -> ResultOrError:
-            if isinstance(outcome, Exception):
-                return translated(outcome, self._agent.directory)
-            unpacked = self._unpack_result(outcome, source, context, recorded, is_handed_over=True)
-            if (unpacked.cut or unpacked.copies) and not differentiable:
-                return replace(unpacked, cut=0, copies=0)
-            return unpacked
-
+        unpack = partial(self._unpacked, source, context, is_grad_enabled(), translated)
         return PendingResult(promise, unpack, what)
+
+    def _unpacked(
+        self,
+        source: WorkerId,
+        context: InContext,
+        differentiable: bool,
+        translated: Translated,
+        outcome: Outcome,
+    ) -> ResultOrError:
+        if isinstance(outcome, Exception):
+            return translated(outcome, self._agent.directory)
+        recorded = self._carries_modes or differentiable
+        unpacked = self._unpack_result(outcome, source, context, recorded, is_handed_over=True)
+        if (unpacked.cut or unpacked.copies) and not differentiable:
+            return replace(unpacked, cut=0, copies=0)
+        return unpacked
 
     def _unpack_result(
         self,
@@ -418,6 +420,8 @@ def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
     _, due, inbound, _, _ = get_current()
     if inbound is not None and inbound.cancelled:
         raise Cancelled(f"the enclosing call was cancelled: {inbound.cancelled}")
+    if due == inf:
+        return now + seconds
     if due <= now:
         raise CallTimeout("the deadline of the enclosing call has passed")
-    return now + seconds if due == math.inf else nested(due, now, seconds)
+    return nested(due, now, seconds)

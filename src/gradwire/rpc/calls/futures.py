@@ -9,13 +9,14 @@ be awaited.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import threading
 import traceback
 import weakref
+from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast, final
 
@@ -69,10 +70,10 @@ class PendingResult(Generic[T]):
         self.promise = promise
         self.what = what
         """its name in the log and in warnings; computed only when needed"""
-        self.unseen: list[traceback.TracebackException] = []
+        self.unseen: list[traceback.TracebackException] | None = None
         """the exception of a callback, until it is retrieved; see `Future._note_unseen`"""
         self._unpack: Callable[[Any], ResultOrError | PendingResult[T]] | None = unpack
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._result: ResultOrError | PendingResult[T]
 
     def unpacked(self) -> T | BaseException:
@@ -117,7 +118,8 @@ class PendingResult(Generic[T]):
         if type(result) is not DecodedBody:
             if isinstance(result, PendingResult):
                 return result.value()
-            self.unseen.clear()
+            if self.unseen is not None:
+                self.unseen.clear()
             raise fresh(result)  # type: ignore[arg-type]
         if result.depth:
             lift_this_thread(result.depth)
@@ -145,23 +147,20 @@ class Future(torch.futures.Future[T]):
         self,
         pending: PendingResult[T],
         environment: Environment,
-        source: WorkerId | None = None,
-        cancel: Callable[[str], bool] = lambda _: False,
+        callee: WorkerId | None = None,
     ) -> None:
         _Native.__init__(self, [])
-        self._cancel = cancel
-        self._pending, self._promise = pending, pending.promise
-        self._environment = environment
-        self._submit = environment.agent.dispatch.service.submit_or_run
-        self._source = environment.agent.directory.me.id if source is None else source
-        self._scope = contextvars.copy_context()
+        promise = pending.promise
+        self._pending, self._promise = pending, promise
+        self._environment, self._callee = environment, callee
+        self._scope = copy_context()
         self._grad_enabled = torch.is_grad_enabled()
         # Waits in C++ (wait_all, collect_all) call this and raise what it raises. It must not
         # hold the future: that cycle goes through C++ and would never be freed.
         self._set_unwrap_func(pending.value)
         self._is_waited_for = False
         self._completion = threading.Lock()
-        pending.promise.on_settled(self._on_settled)
+        promise.on_settled(self._on_settled)
 
     def wait(self) -> T:
         """Block until it is done; return the value, or raise the exception in its place."""
@@ -179,7 +178,8 @@ class Future(torch.futures.Future[T]):
         if not promise.settled:
             self._is_waited_for = True
             try:
-                self._environment.agent.wait_for(self._source, promise)
+                agent, callee = self._environment.agent, self._callee
+                agent.wait_for(agent.directory.me.id if callee is None else callee, promise)
             except BaseException:  # interrupted
                 self._is_waited_for = False
                 promise.on_settled(self._on_settled)
@@ -192,7 +192,9 @@ class Future(torch.futures.Future[T]):
         has not begun will not run, and a running one gets Cancelled at its next use of gradwire.
         Dropping the future does not cancel the call, nor does cancelling a task that awaits it.
         """
-        return self._cancel("its future was cancelled")
+        if self._callee is None:
+            return False
+        return self._environment.agent.cancel(self._promise, "its future was cancelled")
 
     def value(self) -> T:
         """The value of a future that is done."""
@@ -307,7 +309,7 @@ class Future(torch.futures.Future[T]):
         if pending is not None:
             # Summarized at once: the frames of a traceback hold the future, which would never die.
             summary = traceback.TracebackException.from_exception(error, lookup_lines=False)
-            pending.unseen.append(summary)
+            pending.unseen = [summary]
             report = partial(_report, self._callback_of, pending.unseen)
             self._environment.on_death(pending, report)
 
@@ -319,6 +321,9 @@ class Future(torch.futures.Future[T]):
         """
         if not self._is_waited_for:
             self._submit(self._complete)
+
+    def _submit(self, job: Callable[[], object]) -> None:
+        self._environment.agent.dispatch.service.submit_or_run(job)
 
     def _complete(self) -> None:
         if self._completion.acquire(blocking=False):

@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
 
 from gradwire.agent.devices.maps import inverted
 from gradwire.agent.messages import Done
@@ -203,7 +204,7 @@ class CallServer:
                 ):
                     return result(call, payload, source, deadline)
             # The function runs in the caller's modes. Mostly this thread has them already.
-            if torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference:
+            if is_grad_enabled() is grad and is_inference_mode_enabled() is inference:
                 return result(call, payload, source, deadline)
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return result(call, payload, source, deadline)
@@ -228,9 +229,13 @@ class CallServer:
         return value
 
     def _result(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
-        body, name, is_answered = call.body, call.function, call.keep is None
+        body, name = call.body, call.function
         unpacked = self._bodies.decode(
-            body, payload, source=source.worker, context=call.context, is_answered=is_answered
+            body,
+            payload,
+            source=source.worker,
+            context=call.context,
+            is_answered=call.keep is None,
         )
         if self._behavior.counts_before_use:
             self._refs.wait_until_all_counted(body.references, deadline)

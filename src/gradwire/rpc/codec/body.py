@@ -52,10 +52,13 @@ _FAST_DEPTH: Final = 2
 """how deep a value of the fast path is nested at most: a call is a tuple of arguments in a tuple"""
 WALK: Final = object()
 """returned by the fast path in place of a value that needs a walk"""
-_depth_of = attrgetter("depth")
+_depth_of, _flags_of, _tensors_of = map(attrgetter, ("depth", "flags", "tensors"))
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
-_NO_ARGUMENTS: Final = to_msgpack([TUPLE, [TUPLE], [DICT]])
-_NONE: Final = to_msgpack(None)
+_ROWS = [[[TENSOR, n] for n in range(count)] for count in range(4)]
+_CALLS: Final = [to_msgpack([TUPLE, [TUPLE, *row], [DICT]]) for row in _ROWS]
+"""the data of calls by how many tensors are their only arguments"""
+_RESULTS: Final = [to_msgpack(None), to_msgpack([TENSOR, 0])]
+"""the data of None and of one tensor"""
 
 
 class EncodedBody(msgspec.Struct, frozen=True):
@@ -93,13 +96,18 @@ class BodyCodec:
         self._devices = engine.devices
         self._leaves = behavior.leaves_outside_contexts
         self._carries_modes = behavior.carries_modes
-        limits, self._decode_node = engine.limits, None
-        self._limits = limits
+        limits = self._limits = engine.limits
         self._fast_bytes = -1
         """how long the data of the fast path may be; the codec judges what is longer"""
         if isinstance(codec, Codec) and limits.depth >= _FAST_DEPTH:
-            self._decode_node = codec.decode_node
             self._fast_bytes = min(limits.elements, limits.head)
+        self._calls, self._results = map(self._by_types, (_CALLS, _RESULTS))
+
+    def _by_types(self, known: list[bytes]) -> dict[tuple[type, ...], bytes]:
+        """The data of so many tensors by their types, as far as the fast path may use it."""
+        return {
+            (Tensor,) * n: each for n, each in enumerate(known) if len(each) <= self._fast_bytes
+        }
 
     def encode(
         self,
@@ -111,15 +119,26 @@ class BodyCodec:
         device_map: DeviceMap | None = None,
     ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
-        about = (to, context, place, deadline, device_map)
+        tensors: Any  # if they are no tensors, their types are not found
+        if place == "result":
+            tensors, named, known = () if value is None else (value,), None, self._results
+        else:
+            (tensors, named), known = value, self._calls  # type: ignore[misc]
+        data = None if named else known.get((*map(type, tensors),))
         try:
-            if self._decode_node is not None:
-                tensors: list[Tensor] = []
-                node = maybe_node(value, tensors)
-                if node is not WALK and len(data := to_msgpack(node)) <= self._fast_bytes:
-                    return self._with_tensors(data, tensors, [], *about)
+            if data is None and self._fast_bytes >= 0:
+                node = maybe_node(value, tensors := [])
+                if node is not WALK and len(packed := to_msgpack(node)) <= self._fast_bytes:
+                    data = packed
+            if data is not None:
+                if not tensors:
+                    return EncodedBody(Body(data, [], [], [], self._riding_to(to)), ())
+                return self._with_tensors(
+                    data, tensors, [], to, context, place, deadline, device_map
+                )
             with self._refs.packing(to, deadline) as references:
                 data, tensors, copies = self._codec.encode(value, place)
+                about = (to, context, place, deadline, device_map)
                 encoded = self._with_tensors(data, tensors, references, *about)
         except NotSerializable as refusal:
             raise self._placed(refusal, value, place) from refusal.__cause__
@@ -130,7 +149,7 @@ class BodyCodec:
     def _with_tensors(
         self,
         data: bytes,
-        tensors: list[Tensor],
+        tensors: Sequence[Tensor],
         references: list[Reference],
         to: WorkerId,
         context: ContextId | None,
@@ -160,7 +179,9 @@ class BodyCodec:
             headers, payload = self._devices.encode(tensors, *about)
         if not self._carries_modes:  # autograd refuses what was made in inference mode
             headers = [without_inference(header) for header in headers]
-        crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
+        crossings: list[Crossing] = []
+        if any(map(_flags_of, headers)):  # otherwise none requires grad
+            crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
         body = Body(data, headers, crossings, references, self._riding_to(to))
         return EncodedBody(body, payload)
 
@@ -200,15 +221,15 @@ class BodyCodec:
         came = None  # held here: what the value does not use of it ends with this function
         if body.references:
             came = self._refs.unpacking(body.references, source, is_answered=is_answered)
-        if not body.tensors:
+        if not (headers := body.tensors):
             return DecodedBody(self._decode_value(body.data, (), came))
         crossings: Sequence[Crossing] = body.crossings
-        on_cpu = arrive_on_cpu(body.tensors)
+        on_cpu = arrive_on_cpu(headers)
         try:
             if on_cpu:
-                tensors = decode_tensors(body.tensors, payload, self._limits)
+                tensors = decode_tensors(headers, payload, self._limits)
             else:
-                tensors = self._devices.decode(body.tensors, payload, source)
+                tensors = self._devices.decode(headers, payload, source)
             if crossings and not is_recorded:
                 self._engine.drop_crossings(crossings, source)
                 crossings = ()
@@ -217,11 +238,12 @@ class BodyCodec:
         except BaseException:
             self._engine.drop_crossings(crossings, source)
             raise
-        depth = max(map(_depth_of, crossings), default=0)
-        cut = cut_tensors(body.tensors, crossings)
-        if cut and self._leaves:
-            for n in cut:
-                tensors[n].requires_grad_()
+        if on_cpu and not crossings and not any(map(_flags_of, headers)):
+            return DecodedBody(self._decode_value(body.data, tensors, came))
+        depth = max(map(_depth_of, crossings)) if crossings else 0
+        cut = cut_tensors(headers, crossings)
+        for n in cut if self._leaves else ():
+            tensors[n].requires_grad_()
         handoff = None if on_cpu or not is_handed_over else self._devices.handoff(tensors)
         value = self._decode_value(body.data, tensors, came)
         return DecodedBody(value, depth, len(cut), 0, handoff)
@@ -229,15 +251,14 @@ class BodyCodec:
     def _decode_value(
         self, data: bytes, tensors: Sequence[Tensor], came: MessageRefs | None
     ) -> object:
-        decode_node = self._decode_node
-        if not tensors and decode_node is not None:
-            if data == _NONE:
-                return None
-            if data == _NO_ARGUMENTS:
-                return (), {}
-        if decode_node is None or len(data) > self._fast_bytes:
+        if len(data) > self._fast_bytes:
             decode = partial(self._codec.decode, data, tensors)
         else:
+            count = len(tensors)
+            if count < len(_CALLS) and data == _CALLS[count]:
+                return (*tensors,), {}
+            if count < len(_RESULTS) and data == _RESULTS[count]:
+                return tensors[0] if count else None
             try:
                 node = from_msgpack(data)
             except Exception as error:
@@ -245,18 +266,18 @@ class BodyCodec:
             value = maybe_value(node, tensors)
             if value is not WALK:
                 return value
-            decode = partial(decode_node, node, tensors)
+            assert isinstance(self._codec, Codec)  # or _fast_bytes were -1
+            decode = partial(self._codec.decode_node, node, tensors)
         with came or self._refs.unpacking((), -1):  # without any: hides those of an outer message
             return decode()
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
     """The indices of tensors that require grad and that no edge records. hot: each message"""
-    cut = [n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD]
-    if cut and crossings:
-        recorded = {n for crossing in crossings for n in crossing.tensors}
-        cut = [n for n in cut if n not in recorded]
-    return cut
+    if not any(map(_flags_of, headers)):
+        return []
+    cut = {n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD}
+    return sorted(cut.difference(*map(_tensors_of, crossings)))
 
 
 def maybe_node(value: object, tensors: list[Tensor]) -> object:

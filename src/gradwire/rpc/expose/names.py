@@ -34,8 +34,9 @@ def name_of(target: Function) -> str:
     if listed is not None:
         return listed
     if is_plain:
-        name, path = _place_of(target.__module__, target.__qualname__)
-        if len(path) == 2 and getattr(sys.modules.get(path[0]), path[1], None) is target:
+        name, home = _place_of(target.__module__, target.__qualname__)
+        # What is inside of a class has a dot in its name, so it is not found here.
+        if getattr(sys.modules.get(home), target.__qualname__, None) is target:
             return name
     elif torch_allowlist.is_compiled(target):
         raise NotExposed(
@@ -68,15 +69,16 @@ def plain_name(target: object) -> str:
 
 
 @lru_cache(1 << 10)
-def _place_of(home: str, qualname: str) -> tuple[str, tuple[str, ...]]:
-    """The name of what is defined there, and its parts; refused unless at module level."""
-    name = f"{one_main(home)}:{qualname}"
+def _place_of(home: str, qualname: str) -> tuple[str, str]:
+    """The name of what is defined there, and its module; refused unless at module level."""
+    home = one_main(home)
+    name = f"{home}:{qualname}"
     if qualname.endswith("<lambda>"):
         message = f"{name} is a lambda, which has no name to be called by"
         raise NotExposed(message, hint=_DEFINE_HINT)
     if "<locals>" in qualname:
         raise NotExposed(f"{name} is local: no other worker could find it", hint=_DEFINE_HINT)
-    return name, steps(name)
+    return name, home
 
 
 def one_main(home: str) -> str:
