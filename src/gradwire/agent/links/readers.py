@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from operator import call
 from queue import SimpleQueue
 from typing import NoReturn, final
 
@@ -54,7 +55,7 @@ from gradwire import threads
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.threads import FORKED, MAKE_IT_ELSEWHERE, check_may_wait, taking
+from gradwire.threads import FORKED, MAKE_IT_ELSEWHERE, check_may_wait, mine, taking
 from gradwire.transport.base import Channel, Reentered
 from gradwire.transport.sockets.writer import reacquire_send_locks, release_send_locks
 from gradwire.wire.message import IS_ANSWER, Frame
@@ -101,7 +102,7 @@ class ChannelReader:
 
     def is_wanted(self) -> bool:
         """Whether a thread still waits for something on this channel."""
-        return any(not done() for done in tuple(self.waiting))
+        return not all(map(call, tuple(self.waiting)))
 
     def has_lost_a_frame(self) -> bool:
         """Whether a frame was taken from the channel and not handled; for the lock's holder.
@@ -199,15 +200,13 @@ class ChannelReaders:
 
     def wait(self, channel: Channel | None, done: IsDone, block: Block) -> None:
         """Wait until `done`: read the channel for a while if no thread does, then call `block`."""
-        reader = self._by_channel.get(channel) if channel is not None else None
-        held, duty = _this_thread.reads, threads.mine.duty
+        reader = self._by_channel.get(channel)  # type: ignore[arg-type]  # None has no reader
+        held, duty = _this_thread.reads, mine.duty
         undo = duty.hand_over(reader) if duty is not None else None
         if reader is not None:  # before anything is read: a reader thread asks for it after a frame
             reader.waiting.append(done)
         try:
-            if held is None and reader is not None:
-                self._maybe_read_for(reader, done)
-            if not done():
+            if reader is None or held is not None or not self._maybe_read_for(reader, done):
                 self._wait_longer(reader, held, done, block)
         finally:
             if reader is not None:
@@ -219,6 +218,8 @@ class ChannelReaders:
         self, reader: ChannelReader | None, held: ChannelReader | None, done: IsDone, block: Block
     ) -> None:
         """Wait after the short read, or inside a finalizer or signal handler."""
+        if done():
+            return
         check_may_wait("a wait")
         # If this thread was interrupted while sending, it holds a send lock, which others need.
         lent = release_send_locks()
@@ -274,18 +275,20 @@ class ChannelReaders:
                 reader.channel.close(f"a message was taken and lost: {error!r}")
             raise
 
-    def _maybe_read_for(self, reader: ChannelReader, done: IsDone) -> None:
-        """Read until `done` or for a while, if no other thread reads."""
-        this_thread, has_lock = _this_thread, False
+    def _maybe_read_for(self, reader: ChannelReader, done: IsDone) -> bool:
+        """Read until `done` or for a while, if no other thread reads; whether it is done."""
+        this_thread = _this_thread
+        has_lock = is_done = False
         try:
             for has_lock in reader.lock_attempts:  # noqa: B007
                 break  # one step
             if not has_lock:  # one step
-                return
+                return False
             # No interrupt can come before this store. Otherwise an inner wait would find the lock
             # taken, not know that its own thread holds it, and block.
             this_thread.reads = reader  # one step
-            self._read_for(reader, done)
+            is_done = self._read_for(reader, done)
+            return is_done
         finally:
             if has_lock:
                 # Clear `reads` before the release; otherwise interrupting code would think that its
@@ -295,37 +298,30 @@ class ChannelReaders:
                 # From here nobody may be reading. An interrupt is harmless: it can take the lock.
                 # If a thread still waits, a reader thread takes over now. If not, the next frame
                 # may wait for a look of the watchdog.
-                if not done() or (len(reader.waiting) > 1 and reader.is_wanted()):
+                if not is_done or (len(reader.waiting) > 1 and reader.is_wanted()):
                     self.ensure_reader(reader)
                 if reader not in self._watched or not self._is_watching:
                     self._watch(reader)
 
-    def _read_for(self, reader: ChannelReader, done: IsDone) -> None:
-        """Read with the read lock held, on a thread that waits for `done`."""
+    def _read_for(self, reader: ChannelReader, done: IsDone) -> bool:
+        """Read with the read lock held, on a thread that waits for `done`; whether it is done."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
         try:
-            while not done():
+            while True:
                 frame = reader.channel.maybe_recv(until, done)
                 if frame is None:
                     break
                 self._on_frame(reader.worker, reader.channel, frame, False)
                 reader.reads += 1  # only now, so that has_lost_a_frame notices an exception above
+                if done():
+                    return True
         except Exception as error:  # about the channel, not this wait; a reader thread reports it
-            if reader.has_lost_a_frame():
-                reader.channel.close(str(error))
-            _log_unexpected(reader, error)
+            _close_if_lost(reader, error)
         except BaseException:  # Ctrl-C in this thread; the frame may have been for another thread
             if reader.has_lost_a_frame():
                 reader.channel.close("interrupted while a message was taken")
             raise
-
-    def _handle(self, reader: ChannelReader, frame: Frame, *, may_run: bool) -> Job | None:
-        reader.reads += 1  # before it is handled: any error below closes the channel anyway
-        try:
-            return self._on_frame(reader.worker, reader.channel, frame, may_run)
-        except Exception as error:
-            reader.channel.close(str(error))
-            raise
+        return done()
 
     # -- reader threads
 
@@ -353,11 +349,14 @@ class ChannelReaders:
             try:
                 frame = reader.channel.maybe_recv(math.inf)
                 assert frame is not None, "maybe_recv without a deadline returned None"
-                job = self._handle(reader, frame, may_run=True)
+                reader.reads += 1  # before it is handled: any error closes the channel anyway
+                job = self._on_frame(reader.worker, reader.channel, frame, True)
             except (PeerLost, BadMessage) as error:
+                reader.channel.close(str(error))
                 self._end(reader, error)
                 return  # keep the lock, so that no thread reads the ended channel
             except Exception as error:  # a bug; still no channel may be left without a reader
+                reader.channel.close(str(error))
                 _log.exception("reading from %s failed", reader.channel.remote)
                 self._end(reader, PeerLost(f"reading failed: {error!r}"))
                 return
@@ -523,9 +522,10 @@ class ChannelReaders:
             frame = reader.channel.maybe_recv(0.0)
             if frame is None:
                 return False
-            self._handle(reader, frame, may_run=False)
+            self._on_frame(reader.worker, reader.channel, frame, False)
+            reader.reads += 1  # as in _read_for
         except Exception as error:  # the channel is closed: a reader thread reports its end
-            _log_unexpected(reader, error)
+            _close_if_lost(reader, error)
             return True
         finally:
             this_thread.reads = None
@@ -539,7 +539,12 @@ def refuse_to_wait(*_: object) -> NoReturn:
     raise UsageError(FORKED, hint=hint)
 
 
-def _log_unexpected(reader: ChannelReader, error: Exception) -> None:
-    """Keep the traceback of a bug. The reader thread that finds the closed channel has none."""
+def _close_if_lost(reader: ChannelReader, error: Exception) -> None:
+    """Reading failed outside of a reader thread: close the channel if a frame was lost by that.
+
+    The traceback of a bug is kept: the reader thread that finds the closed channel has none.
+    """
+    if reader.has_lost_a_frame():
+        reader.channel.close(str(error))
     if not isinstance(error, GradwireError):
         _log.error("handling a message from %s failed", reader.channel.remote, exc_info=error)
