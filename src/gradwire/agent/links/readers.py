@@ -114,9 +114,10 @@ class ChannelReader:
 
     def hand_over(self, waits_on: object) -> threads.Undo | None:
         """The calling reader thread is about to wait on a channel: let another thread read here."""
-        if _this_thread.reads is not None:
+        this_thread = _this_thread.state or _new_state()
+        if this_thread.reads is not None:
             return None  # it holds a read lock, so the wait itself reads on
-        if _this_thread.runs:  # already counted in `running`
+        if this_thread.runs:  # already counted in `running`
             if self is not waits_on:
                 self.owner.ensure_reader(self)
             return None
@@ -125,7 +126,7 @@ class ChannelReader:
         # one that can read. If the queue is not in the list, this thread was just woken to read, or
         # does not sleep yet. Mark it busy, so that `ensure_reader` finds a replacement and does not
         # rely on it.
-        wake = _this_thread.wake
+        wake = this_thread.wake
         if wake is not None:
             with suppress(ValueError):
                 self.idle.remove(wake)
@@ -139,15 +140,36 @@ class ChannelReader:
             wake.put(None)
 
 
-class _ThisThread(threading.local):
-    """What each thread does now; not per worker: a finalizer on it may call as another one."""
+@final
+class _ThreadState:
+    """What one thread does now; not per worker: a finalizer on it may call as another one.
 
-    runs: bool = False  # whether it is a reader thread that runs a job
-    reads: ChannelReader | None = None  # whose read lock it holds
-    wake: SimpleQueue[None] | None = None  # its wake queue, from before it sleeps until it is awake
+    A store into it does not allocate, so it cannot be interrupted.
+    """
+
+    __slots__ = ("reads", "runs", "wake")
+
+    def __init__(self) -> None:
+        self.runs = False  # whether it is a reader thread that runs a job
+        self.reads: ChannelReader | None = None  # whose read lock it holds
+        self.wake: SimpleQueue[None] | None = None
+        """its wake queue, from before it sleeps until it is awake"""
+
+
+class _ThisThread(threading.local):
+    state: _ThreadState | None = None
 
 
 _this_thread = _ThisThread()
+
+
+def _new_state() -> _ThreadState:
+    """The state of this thread, which had none.
+
+    Code that interrupts this one may make another, but does not use it any more when this goes on.
+    """
+    state = _this_thread.state = _ThreadState()
+    return state
 
 
 @final
@@ -201,12 +223,13 @@ class ChannelReaders:
     def wait(self, channel: Channel | None, done: IsDone, block: Block) -> None:
         """Wait until `done`: read the channel for a while if no thread does, then call `block`."""
         reader = self._by_channel.get(channel)  # type: ignore[arg-type]  # None has no reader
-        held, duty = _this_thread.reads, mine.duty
+        this_thread, duty = _this_thread.state or _new_state(), mine.duty
+        held = this_thread.reads
         undo = duty.hand_over(reader) if duty is not None else None
         if reader is not None:  # before anything is read: a reader thread asks for it after a frame
             reader.waiting.append(done)
         try:
-            if reader is None or held is not None or not self._maybe_read_for(reader, done):
+            if reader is None or held or not self._maybe_read_for(reader, this_thread, done):
                 self._wait_longer(reader, held, done, block)
         finally:
             if reader is not None:
@@ -275,9 +298,10 @@ class ChannelReaders:
                 reader.channel.close(f"a message was taken and lost: {error!r}")
             raise
 
-    def _maybe_read_for(self, reader: ChannelReader, done: IsDone) -> bool:
+    def _maybe_read_for(
+        self, reader: ChannelReader, this_thread: _ThreadState, done: IsDone
+    ) -> bool:
         """Read until `done` or for a while, if no other thread reads; whether it is done."""
-        this_thread = _this_thread
         has_lock = is_done = False
         try:
             for has_lock in reader.lock_attempts:  # noqa: B007
@@ -332,9 +356,7 @@ class ChannelReaders:
             reader.threads.pop()
 
     def _read_on(self, reader: ChannelReader) -> None:
-        this_thread = _this_thread
-        # The first store into a thread-local allocates, and may be interrupted; later ones may not.
-        this_thread.reads = None
+        this_thread = _this_thread.state or _new_state()
         while not reader.has_ended:
             for has_lock in reader.lock_attempts:  # noqa: B007
                 break  # one step
@@ -366,7 +388,7 @@ class ChannelReaders:
             this_thread.reads = None
             reader.read_lock.release()
             if job is not None:
-                self._run(reader, job)
+                self._run(reader, this_thread, job)
             elif (frame.flags & IS_ANSWER or reader.waiting) and not reader.is_wanted():
                 # The thread that waited for this answer goes on, and will read for itself when it
                 # waits again. The watchdog is told before this thread sleeps, so the channel always
@@ -375,11 +397,11 @@ class ChannelReaders:
                 if not self._sleep(reader):
                     return
 
-    def _run(self, reader: ChannelReader, job: Job) -> None:
+    def _run(self, reader: ChannelReader, this_thread: _ThreadState, job: Job) -> None:
         # An interrupt between these two lines finds neither `reads` nor `runs`. Then `hand_over`
         # counts this thread as busy twice, and starts one reader thread more than needed.
         reader.running.append(None)
-        _this_thread.runs = True
+        this_thread.runs = True
         if reader not in self._watched or not self._is_watching:
             self._watch(reader)
         try:
@@ -387,7 +409,7 @@ class ChannelReaders:
         except BaseException:  # a bug, as the job answers what its handler raises; read on
             _log.exception("a job for %s failed", reader.channel.remote)
         finally:
-            _this_thread.runs = False
+            this_thread.runs = False
             reader.running.pop()
 
     def _sleep(self, reader: ChannelReader) -> bool:
@@ -397,7 +419,8 @@ class ChannelReaders:
         wake: SimpleQueue[None] = SimpleQueue()
         # Set `wake` first: once the queue is in the list, another thread may rely on it, so from
         # then on interrupting code must know which queue to remove.
-        _this_thread.wake = wake
+        this_thread = _this_thread.state or _new_state()
+        this_thread.wake = wake
         reader.idle.append(wake)
         # This thread checks the flag after the append, and `_mark_ended` sets it before it empties
         # the list. So either this thread sees the flag, or `_mark_ended` sees the queue.
@@ -409,7 +432,7 @@ class ChannelReaders:
         if wake in reader.idle:
             with suppress(ValueError):  # it may be removed by a waker between these two lines
                 reader.idle.remove(wake)
-        _this_thread.wake = None
+        this_thread.wake = None
         return True
 
     def _maybe_wake(self, reader: ChannelReader) -> bool:
@@ -456,7 +479,6 @@ class ChannelReaders:
         self._spawn("watchdog", lambda: self._run_watchdog(token), self)
 
     def _run_watchdog(self, token: object) -> None:
-        _this_thread.reads = None  # as in _read_on: in `_poll` the store must not allocate
         while token is self._watchdog and not self._closed:
             self._wake_watchdog.get()
             self._is_watching = True
@@ -512,7 +534,7 @@ class ChannelReaders:
 
     def _poll(self, reader: ChannelReader) -> bool:
         """Handle one frame that came while nobody read; whether there was one, or the end."""
-        this_thread = _this_thread
+        this_thread = _this_thread.state or _new_state()
         for has_lock in reader.lock_attempts:  # noqa: B007
             break  # one step
         if not has_lock:
