@@ -36,7 +36,7 @@ from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits, Options
 from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_gil, check_may_wait
 from gradwire.transport.base import Channel
-from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, encode
+from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, encode, kind_of
 
 _log = logging.getLogger("gradwire")
 _SEND_SECONDS = 10.0  # to send a Failure or a Cancel; the peer that waits has a deadline of its own
@@ -83,15 +83,15 @@ class Agent:
         self.handle = self.dispatch.handle
         self.timer = Timer(f"gradwire {me} timer", clock)
         self._connections, self.unreached = connections, connections.unreached
+        self._channels_to = connections.channels.get
         self.describe = partial(describe, worker=me, name_of=name_of)
         self.revive = partial(revive, type_of=type_of)
-        self._closing = threading.Lock()
-        self._calls = RequestTable()
+        self._closing, self._calls = threading.Lock(), RequestTable()
         locks = (self.timer.lock, self.dispatch.user.lock, self.dispatch.service.lock)
         self.locks = WorkerLocks(me, directory.lock, *locks)
         self._lost_listeners: list[OnLost] = []
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
-        self._answer_listeners: dict[type[Message], tuple[Concerns, OnAnswer, OnAnswer]] = {}
+        self._answer_listeners: dict[int, tuple[Concerns, OnAnswer, OnAnswer]] = {}  # by kind
         self._closed: str | None = None
         self.interceptor = interceptor
         self.timer.watch(self._expire)
@@ -131,7 +131,7 @@ class Agent:
         These two are called by the thread that reads, before the waiting thread has the answer, so
         they must not block. `late` releases what an answer holds that came too late.
         """
-        self._answer_listeners[message_type] = concerns, came, late
+        self._answer_listeners[kind_of(message_type)] = concerns, came, late
 
     @property
     def in_flight(self) -> int:
@@ -157,7 +157,7 @@ class Agent:
         `notify_cancel`, the peer is notified if nobody waits for the answer any more.
         """
         promise: Promise[Outcome] = Promise()
-        known = self._connections.channels.get(to)
+        known = self._channels_to(to)
         via = known[0] if known else None
         now = self.clock.now()
         check_may_wait(description)
@@ -177,9 +177,10 @@ class Agent:
             frame = _make_frame(message, payload, self.limits, n)
             if via is None:
                 via = entry.via = self._connections.to(to, deadline)
-            catch = self.interceptor
-            send = via.send if catch is None else partial(catch.send, to, via)
-            send(frame, deadline)
+            if (catch := self.interceptor) is None:
+                via.send(frame, deadline)
+            else:
+                catch.send(to, via, frame, deadline)
         except BaseException as error:
             self._calls.answered(n)
             self._connections.await_end(to, via, error, deadline)
@@ -211,9 +212,10 @@ class Agent:
         channel = None
         try:
             channel = self._connections.to(to, deadline)
-            catch = self.interceptor
-            send = channel.send if catch is None else partial(catch.send, to, channel)
-            send(frame, deadline)
+            if (catch := self.interceptor) is None:
+                channel.send(frame, deadline)
+            else:
+                catch.send(to, channel, frame, deadline)
         except (PeerLost, DeadlinePassed) as error:
             self._connections.await_end(to, channel, error, deadline)
             raise self._named(error, to, type(message).__name__, phase) from error
@@ -268,21 +270,22 @@ class Agent:
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
     ) -> bool:
         """Answer a request on the channel it came by; False if cancelled or the peer is lost."""
-        if source.request == 0 or source.cancelled:
+        if not source.request or source.cancelled:
             return False
         frame = _make_frame(message, payload, self.limits, source.request, IS_ANSWER)
-        to, channel, catch = source.worker, source.channel, self.interceptor
         try:
-            send = channel.send if catch is None else partial(catch.send, to, channel)
-            send(frame, deadline)
+            if (catch := self.interceptor) is None:
+                source.channel.send(frame, deadline)
+            else:
+                catch.send(source.worker, source.channel, frame, deadline)
         except PeerLost:
-            self.events.emit("unanswered", source.request, self.directory.name(to))
+            self.events.emit("unanswered", source.request, self.directory.name(source.worker))
             return False
         return True
 
     def is_connected(self, worker: WorkerId) -> bool:
         """Whether there is a connection to a worker now."""
-        return bool(self._connections.channels.get(worker))
+        return bool(self._channels_to(worker))
 
     def check_asker(self, source: Source) -> None:
         """PeerLost if the peer that sent a request is gone: nobody would release its result.
@@ -290,7 +293,7 @@ class Agent:
         Hold the lock of the `on_peer_lost` listener around this check and the insertion of per-peer
         state, or check after the insertion; otherwise the listener can run in between and miss it.
         """
-        if source.channel not in self._connections.channels.get(source.worker, ()):
+        if source.channel not in self._channels_to(source.worker, ()):
             raise PeerLost(f"the caller {self.directory.name(source.worker)} was lost")
 
     def close(self, reason: str, timeout: float) -> list[str]:
@@ -316,51 +319,52 @@ class Agent:
         self, worker: WorkerId, channel: Channel, frame: Frame, may_run: bool
     ) -> Job | None:
         # See Note [What was before a loss] in links/connections.py.
-        if channel not in self._connections.channels.get(worker, ()):
+        if channel not in self._channels_to(worker, ()):
             self._refusals.count("earlier incarnation", self.directory.name(worker))
             raise PeerLost("a message of an earlier connection is not read")
-        interceptor = self.interceptor
         if not frame.flags & IS_ANSWER:
             source = Source(worker, channel, frame.request)
-            return self.dispatch.serve(source, frame, may_run, interceptor)
-        if interceptor is None:
+            return self.dispatch.serve(source, frame, may_run, self.interceptor)
+        if (catch := self.interceptor) is None:
             self._answer_came(worker, frame)
         else:
-            interceptor.take_answer(self._answer_came, worker, channel, frame)
+            catch.take_answer(self._answer_came, worker, channel, frame)
         return None
 
     def wait(self, peer: WorkerId | None, done: IsDone, block: Block) -> None:
         """Wait until `done`: read this peer's channel for a while if no thread does, then `block`.
 
-        A waiting pool thread does not count against the pool's size limit. hot: every call
+        A waiting pool thread does not count against the pool's size limit.
         """
-        if done():
-            return
-        known = None if peer is None else self._connections.channels.get(peer)
-        channel, wait = known[0] if known else None, self._connections.readers.wait
+        if not done():
+            self._wait(peer, done, block)
+
+    def _wait(self, peer: WorkerId | None, done: IsDone, block: Block) -> None:
+        """As `wait`, where it was not `done` a moment ago. hot: every call"""
+        known = self._channels_to(peer)  # type: ignore[arg-type]  # None has no channel
+        channel = known[0] if known else None
         pool = mine.pool  # of another worker, if a finalizer of ours runs on its thread
         if pool is None or pool.limit is None:
-            wait(channel, done, block)
+            self._connections.readers.wait(channel, done, block)
         else:
             with pool.waiting():
-                wait(channel, done, block)
+                self._connections.readers.wait(channel, done, block)
 
     def wait_for(self, peer: WorkerId | None, promise: Promise[T]) -> T:
         """The outcome of a promise that a message of this peer settles. hot: every call"""
         if not promise.settled:
             is_settled = partial(getattr, promise, "settled")  # polled: avoids a Python frame
-            self.wait(peer, is_settled, promise.wait)
-        return promise.wait()
+            self._wait(peer, is_settled, promise.wait)
+        return promise.outcome  # type: ignore[return-value]  # settled, so it is a T
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
-        heard = self._answer_listeners.get(type(message))
+        heard = self._answer_listeners.get(frame.kind)
         if heard is not None and heard[0](message):
             heard[1](worker, message)
         pending = self._calls.answered(frame.request, worker)
         if pending is not None:
-            payload = payload_of(frame) if frame.payload else None
-            outcome: Outcome = Answer(message, payload)
+            outcome: Outcome = Answer(message, payload_of(frame) if frame.payload else None)
             if isinstance(message, Failure):
                 try:
                     outcome = self.revive(message)
@@ -430,12 +434,13 @@ def _make_frame(
     message: Message, payload: Sequence[Buffer], limits: Limits, request: int = 0, flags: int = 0
 ) -> Frame:
     """NotSerializable if it is over the limits: the receiver would close the connection."""
-    head, body = encode(message), sum(map(len, payload)) if payload else 0
-    if len(head) > limits.head or body > limits.payload:
+    head = encode(message)
+    if len(head) > limits.head or (payload and sum(map(len, payload)) > limits.payload):
+        body = sum(map(len, payload))
         raise NotSerializable(
             f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
             f"over the limits of {limits.head} and {limits.payload}",
             hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",
         )
-    kind: int = type(message).__struct_config__.tag  # type: ignore[assignment]  # as `kind_of` says
-    return Frame(kind, flags, request, head, payload)
+    # The tag is the kind, as `kind_of` says.
+    return Frame(type(message).__struct_config__.tag, flags, request, head, payload)  # type: ignore[arg-type]

@@ -394,17 +394,22 @@ def test_a_watchdog_that_is_interrupted_is_replaced(desk, monkeypatch):
     assert eventually(lambda: sum(t.is_alive() and t.name == "watchdog" for t in desk.threads) == 1)
 
 
-def test_a_watchdog_notes_what_it_reads_without_an_allocation(desk, monkeypatch):
+def test_a_watchdog_notes_what_it_reads_without_an_allocation(desk):
     """Else the collector might run a finalizer between taking the read lock and the note."""
-    readers, noted = desk.readers, []
-    check = readers._check
+    noted = []
 
-    def look(reader):
-        noted.append("reads" in vars(readers_module._this_thread))
-        return check(reader)
+    class Attempts:
+        def __iter__(self):
+            return self
 
-    monkeypatch.setattr(readers, "_check", look)
-    after_an_answer(desk)
+        def __next__(self):
+            noted.append(readers_module._this_thread.state is not None)
+            return False
 
-    assert eventually(lambda: bool(noted))
-    assert noted[0]
+    (reader,) = desk.readers._by_channel.values()
+    reader.lock_attempts = Attempts()
+    started = threading.Thread(target=desk.readers._poll, args=(reader,))
+    started.start()
+    started.join()
+
+    assert noted[-1]

@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from operator import call
 from queue import SimpleQueue
 from typing import NoReturn, final
 
@@ -54,7 +55,7 @@ from gradwire import threads
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.threads import FORKED, MAKE_IT_ELSEWHERE, check_may_wait, taking
+from gradwire.threads import FORKED, MAKE_IT_ELSEWHERE, check_may_wait, mine, taking
 from gradwire.transport.base import Channel, Reentered
 from gradwire.transport.sockets.writer import reacquire_send_locks, release_send_locks
 from gradwire.wire.message import IS_ANSWER, Frame
@@ -101,7 +102,7 @@ class ChannelReader:
 
     def is_wanted(self) -> bool:
         """Whether a thread still waits for something on this channel."""
-        return any(not done() for done in tuple(self.waiting))
+        return not all(map(call, tuple(self.waiting)))
 
     def has_lost_a_frame(self) -> bool:
         """Whether a frame was taken from the channel and not handled; for the lock's holder.
@@ -113,9 +114,10 @@ class ChannelReader:
 
     def hand_over(self, waits_on: object) -> threads.Undo | None:
         """The calling reader thread is about to wait on a channel: let another thread read here."""
-        if _this_thread.reads is not None:
+        this_thread = _this_thread.state or _new_state()
+        if this_thread.reads is not None:
             return None  # it holds a read lock, so the wait itself reads on
-        if _this_thread.runs:  # already counted in `running`
+        if this_thread.runs:  # already counted in `running`
             if self is not waits_on:
                 self.owner.ensure_reader(self)
             return None
@@ -124,7 +126,7 @@ class ChannelReader:
         # one that can read. If the queue is not in the list, this thread was just woken to read, or
         # does not sleep yet. Mark it busy, so that `ensure_reader` finds a replacement and does not
         # rely on it.
-        wake = _this_thread.wake
+        wake = this_thread.wake
         if wake is not None:
             with suppress(ValueError):
                 self.idle.remove(wake)
@@ -138,15 +140,36 @@ class ChannelReader:
             wake.put(None)
 
 
-class _ThisThread(threading.local):
-    """What each thread does now; not per worker: a finalizer on it may call as another one."""
+@final
+class _ThreadState:
+    """What one thread does now; not per worker: a finalizer on it may call as another one.
 
-    runs: bool = False  # whether it is a reader thread that runs a job
-    reads: ChannelReader | None = None  # whose read lock it holds
-    wake: SimpleQueue[None] | None = None  # its wake queue, from before it sleeps until it is awake
+    A store into it does not allocate, so it cannot be interrupted.
+    """
+
+    __slots__ = ("reads", "runs", "wake")
+
+    def __init__(self) -> None:
+        self.runs = False  # whether it is a reader thread that runs a job
+        self.reads: ChannelReader | None = None  # whose read lock it holds
+        self.wake: SimpleQueue[None] | None = None
+        """its wake queue, from before it sleeps until it is awake"""
+
+
+class _ThisThread(threading.local):
+    state: _ThreadState | None = None
 
 
 _this_thread = _ThisThread()
+
+
+def _new_state() -> _ThreadState:
+    """The state of this thread, which had none.
+
+    Code that interrupts this one may make another, but does not use it any more when this goes on.
+    """
+    state = _this_thread.state = _ThreadState()
+    return state
 
 
 @final
@@ -199,15 +222,14 @@ class ChannelReaders:
 
     def wait(self, channel: Channel | None, done: IsDone, block: Block) -> None:
         """Wait until `done`: read the channel for a while if no thread does, then call `block`."""
-        reader = self._by_channel.get(channel) if channel is not None else None
-        held, duty = _this_thread.reads, threads.mine.duty
+        reader = self._by_channel.get(channel)  # type: ignore[arg-type]  # None has no reader
+        this_thread, duty = _this_thread.state or _new_state(), mine.duty
+        held = this_thread.reads
         undo = duty.hand_over(reader) if duty is not None else None
         if reader is not None:  # before anything is read: a reader thread asks for it after a frame
             reader.waiting.append(done)
         try:
-            if held is None and reader is not None:
-                self._maybe_read_for(reader, done)
-            if not done():
+            if reader is None or held or not self._maybe_read_for(reader, this_thread, done):
                 self._wait_longer(reader, held, done, block)
         finally:
             if reader is not None:
@@ -219,6 +241,8 @@ class ChannelReaders:
         self, reader: ChannelReader | None, held: ChannelReader | None, done: IsDone, block: Block
     ) -> None:
         """Wait after the short read, or inside a finalizer or signal handler."""
+        if done():
+            return
         check_may_wait("a wait")
         # If this thread was interrupted while sending, it holds a send lock, which others need.
         lent = release_send_locks()
@@ -274,18 +298,21 @@ class ChannelReaders:
                 reader.channel.close(f"a message was taken and lost: {error!r}")
             raise
 
-    def _maybe_read_for(self, reader: ChannelReader, done: IsDone) -> None:
-        """Read until `done` or for a while, if no other thread reads."""
-        this_thread, has_lock = _this_thread, False
+    def _maybe_read_for(
+        self, reader: ChannelReader, this_thread: _ThreadState, done: IsDone
+    ) -> bool:
+        """Read until `done` or for a while, if no other thread reads; whether it is done."""
+        has_lock = is_done = False
         try:
             for has_lock in reader.lock_attempts:  # noqa: B007
                 break  # one step
             if not has_lock:  # one step
-                return
+                return False
             # No interrupt can come before this store. Otherwise an inner wait would find the lock
             # taken, not know that its own thread holds it, and block.
             this_thread.reads = reader  # one step
-            self._read_for(reader, done)
+            is_done = self._read_for(reader, done)
+            return is_done
         finally:
             if has_lock:
                 # Clear `reads` before the release; otherwise interrupting code would think that its
@@ -295,37 +322,30 @@ class ChannelReaders:
                 # From here nobody may be reading. An interrupt is harmless: it can take the lock.
                 # If a thread still waits, a reader thread takes over now. If not, the next frame
                 # may wait for a look of the watchdog.
-                if not done() or (len(reader.waiting) > 1 and reader.is_wanted()):
+                if not is_done or (len(reader.waiting) > 1 and reader.is_wanted()):
                     self.ensure_reader(reader)
                 if reader not in self._watched or not self._is_watching:
                     self._watch(reader)
 
-    def _read_for(self, reader: ChannelReader, done: IsDone) -> None:
-        """Read with the read lock held, on a thread that waits for `done`."""
+    def _read_for(self, reader: ChannelReader, done: IsDone) -> bool:
+        """Read with the read lock held, on a thread that waits for `done`; whether it is done."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
         try:
-            while not done():
+            while True:
                 frame = reader.channel.maybe_recv(until, done)
                 if frame is None:
                     break
                 self._on_frame(reader.worker, reader.channel, frame, False)
                 reader.reads += 1  # only now, so that has_lost_a_frame notices an exception above
+                if done():
+                    return True
         except Exception as error:  # about the channel, not this wait; a reader thread reports it
-            if reader.has_lost_a_frame():
-                reader.channel.close(str(error))
-            _log_unexpected(reader, error)
+            _close_if_lost(reader, error)
         except BaseException:  # Ctrl-C in this thread; the frame may have been for another thread
             if reader.has_lost_a_frame():
                 reader.channel.close("interrupted while a message was taken")
             raise
-
-    def _handle(self, reader: ChannelReader, frame: Frame, *, may_run: bool) -> Job | None:
-        reader.reads += 1  # before it is handled: any error below closes the channel anyway
-        try:
-            return self._on_frame(reader.worker, reader.channel, frame, may_run)
-        except Exception as error:
-            reader.channel.close(str(error))
-            raise
+        return done()
 
     # -- reader threads
 
@@ -336,9 +356,7 @@ class ChannelReaders:
             reader.threads.pop()
 
     def _read_on(self, reader: ChannelReader) -> None:
-        this_thread = _this_thread
-        # The first store into a thread-local allocates, and may be interrupted; later ones may not.
-        this_thread.reads = None
+        this_thread = _this_thread.state or _new_state()
         while not reader.has_ended:
             for has_lock in reader.lock_attempts:  # noqa: B007
                 break  # one step
@@ -353,11 +371,14 @@ class ChannelReaders:
             try:
                 frame = reader.channel.maybe_recv(math.inf)
                 assert frame is not None, "maybe_recv without a deadline returned None"
-                job = self._handle(reader, frame, may_run=True)
+                reader.reads += 1  # before it is handled: any error closes the channel anyway
+                job = self._on_frame(reader.worker, reader.channel, frame, True)
             except (PeerLost, BadMessage) as error:
+                reader.channel.close(str(error))
                 self._end(reader, error)
                 return  # keep the lock, so that no thread reads the ended channel
             except Exception as error:  # a bug; still no channel may be left without a reader
+                reader.channel.close(str(error))
                 _log.exception("reading from %s failed", reader.channel.remote)
                 self._end(reader, PeerLost(f"reading failed: {error!r}"))
                 return
@@ -367,7 +388,7 @@ class ChannelReaders:
             this_thread.reads = None
             reader.read_lock.release()
             if job is not None:
-                self._run(reader, job)
+                self._run(reader, this_thread, job)
             elif (frame.flags & IS_ANSWER or reader.waiting) and not reader.is_wanted():
                 # The thread that waited for this answer goes on, and will read for itself when it
                 # waits again. The watchdog is told before this thread sleeps, so the channel always
@@ -376,11 +397,11 @@ class ChannelReaders:
                 if not self._sleep(reader):
                     return
 
-    def _run(self, reader: ChannelReader, job: Job) -> None:
+    def _run(self, reader: ChannelReader, this_thread: _ThreadState, job: Job) -> None:
         # An interrupt between these two lines finds neither `reads` nor `runs`. Then `hand_over`
         # counts this thread as busy twice, and starts one reader thread more than needed.
         reader.running.append(None)
-        _this_thread.runs = True
+        this_thread.runs = True
         if reader not in self._watched or not self._is_watching:
             self._watch(reader)
         try:
@@ -388,7 +409,7 @@ class ChannelReaders:
         except BaseException:  # a bug, as the job answers what its handler raises; read on
             _log.exception("a job for %s failed", reader.channel.remote)
         finally:
-            _this_thread.runs = False
+            this_thread.runs = False
             reader.running.pop()
 
     def _sleep(self, reader: ChannelReader) -> bool:
@@ -398,7 +419,8 @@ class ChannelReaders:
         wake: SimpleQueue[None] = SimpleQueue()
         # Set `wake` first: once the queue is in the list, another thread may rely on it, so from
         # then on interrupting code must know which queue to remove.
-        _this_thread.wake = wake
+        this_thread = _this_thread.state or _new_state()
+        this_thread.wake = wake
         reader.idle.append(wake)
         # This thread checks the flag after the append, and `_mark_ended` sets it before it empties
         # the list. So either this thread sees the flag, or `_mark_ended` sees the queue.
@@ -410,7 +432,7 @@ class ChannelReaders:
         if wake in reader.idle:
             with suppress(ValueError):  # it may be removed by a waker between these two lines
                 reader.idle.remove(wake)
-        _this_thread.wake = None
+        this_thread.wake = None
         return True
 
     def _maybe_wake(self, reader: ChannelReader) -> bool:
@@ -457,7 +479,6 @@ class ChannelReaders:
         self._spawn("watchdog", lambda: self._run_watchdog(token), self)
 
     def _run_watchdog(self, token: object) -> None:
-        _this_thread.reads = None  # as in _read_on: in `_poll` the store must not allocate
         while token is self._watchdog and not self._closed:
             self._wake_watchdog.get()
             self._is_watching = True
@@ -513,7 +534,7 @@ class ChannelReaders:
 
     def _poll(self, reader: ChannelReader) -> bool:
         """Handle one frame that came while nobody read; whether there was one, or the end."""
-        this_thread = _this_thread
+        this_thread = _this_thread.state or _new_state()
         for has_lock in reader.lock_attempts:  # noqa: B007
             break  # one step
         if not has_lock:
@@ -523,9 +544,10 @@ class ChannelReaders:
             frame = reader.channel.maybe_recv(0.0)
             if frame is None:
                 return False
-            self._handle(reader, frame, may_run=False)
+            self._on_frame(reader.worker, reader.channel, frame, False)
+            reader.reads += 1  # as in _read_for
         except Exception as error:  # the channel is closed: a reader thread reports its end
-            _log_unexpected(reader, error)
+            _close_if_lost(reader, error)
             return True
         finally:
             this_thread.reads = None
@@ -539,7 +561,12 @@ def refuse_to_wait(*_: object) -> NoReturn:
     raise UsageError(FORKED, hint=hint)
 
 
-def _log_unexpected(reader: ChannelReader, error: Exception) -> None:
-    """Keep the traceback of a bug. The reader thread that finds the closed channel has none."""
+def _close_if_lost(reader: ChannelReader, error: Exception) -> None:
+    """Reading failed outside of a reader thread: close the channel if a frame was lost by that.
+
+    The traceback of a bug is kept: the reader thread that finds the closed channel has none.
+    """
+    if reader.has_lost_a_frame():
+        reader.channel.close(str(error))
     if not isinstance(error, GradwireError):
         _log.error("handling a message from %s failed", reader.channel.remote, exc_info=error)

@@ -204,7 +204,7 @@ class Directory:
 
     def number(self, to: str | int | WorkerInfo) -> WorkerId:
         """The number of the worker meant by a name, a number or an info. hot: every call"""
-        found = self._by_name.get(to) if type(to) is str else None
+        found = self._by_name.get(to)  # type: ignore[arg-type]  # others than names are not there
         return self.find(to).id if found is None else found.id
 
     def find(self, to: str | int | WorkerInfo) -> WorkerInfo:

@@ -40,14 +40,14 @@ class Promise(Generic[T]):
     other. If both see a callback, the one that removes it from the list calls it.
     """
 
-    __slots__ = ("_callbacks", "_outcome", "_token", "_waiters", "request", "settled")
+    __slots__ = ("_callbacks", "_token", "_waiters", "outcome", "request", "settled")
 
     request: int  # the number of the request that it is for; set only for those of `Agent.request`
 
     def __init__(self) -> None:
         self._token = [None]
         self.settled = False  # whether the outcome is there; read-only for others
-        self._outcome: T | None = None
+        self.outcome: T | None = None  # once it is settled; read-only for others
         self._waiters: list[threading.Lock] = []
         self._callbacks: list[Callable[[T], object]] = []
 
@@ -57,7 +57,7 @@ class Promise(Generic[T]):
             self._token.pop()
         except IndexError:
             return False
-        self._outcome = outcome
+        self.outcome = outcome
         self.settled = True
         if self._waiters:
             for waiter in tuple(self._waiters):
@@ -83,7 +83,7 @@ class Promise(Generic[T]):
             if not self.settled and not waiter.acquire(timeout=limit):
                 self._waiters.remove(waiter)
                 raise TimeoutError
-        return self._outcome  # type: ignore[return-value]  # settled, so it is a T
+        return self.outcome  # type: ignore[return-value]  # settled, so it is a T
 
     def on_settled(self, callback: Callable[[T], object]) -> None:
         """Call `callback` with the outcome: now if it is there, else on the thread that settles."""
@@ -95,7 +95,7 @@ class Promise(Generic[T]):
                 self._callbacks.remove(callback)
             except ValueError:  # settle() has removed it, and calls it
                 return
-        callback(self._outcome)  # type: ignore[arg-type]  # settled, so it is a T
+        callback(self.outcome)  # type: ignore[arg-type]  # settled, so it is a T
 
 
 class Pending(msgspec.Struct, eq=False):
@@ -170,7 +170,7 @@ class RequestTable:
         pending = self._pending.get(n)
         if pending is None:
             return None
-        if by is not None and by != pending.peer:
+        if by != pending.peer and by is not None:
             raise BadMessage(f"w{by} answers request {n}, which it was not asked")
         return self._pending.pop(n, None)  # of two callers, one gets it
 

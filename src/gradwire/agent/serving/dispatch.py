@@ -47,7 +47,7 @@ class Source(msgspec.Struct, eq=False):
     worker: WorkerId
     channel: Channel
     request: int
-    cancelled: str = ""  # why nobody waits for the answer any more, once that is so
+    cancelled: str = ""  # why nobody waits for the answer any more, once that is so; user lane only
     note: bytes = b""  # what the layer above sends along with the answer or the failure
     device_map: dict[str, str] | None = None  # the peer's; see devices/maps.py
 
@@ -83,7 +83,7 @@ class Registered(NamedTuple):
     """The handler of a message type; see `Dispatch.handle`."""
 
     handler: Callable[[Message, Payload, Source], None]
-    lane: Lane
+    pool: ElasticPool | None  # that of its lane; None for the control lane
     latency_key: Callable[[Message], Hashable]
     refuse: Callable[[Message, Source], None]
 
@@ -143,7 +143,8 @@ class Dispatch:
         cancelled before it runs is given to `refuse`, to release what it holds.
         """
         self._kinds.add(message_type)
-        registered = Registered(handler, lane, latency_key, refuse)  # type: ignore[arg-type]
+        pool = {Lane.CONTROL: None, Lane.SERVICE: self.service, Lane.USER: self.user}[lane]
+        registered = Registered(handler, pool, latency_key, refuse)  # type: ignore[arg-type]
         self._registered[kind_of(message_type)] = registered
 
     def serve(
@@ -157,11 +158,11 @@ class Dispatch:
         payload = payload_of(frame) if frame.payload else None
         if interceptor is not None:
             registered, run = interceptor.around(frame, registered, run)
-        if registered.lane is Lane.CONTROL:
+        pool = registered.pool
+        if pool is None:
             run(source, registered, message, payload)
             return None
         key = registered.latency_key(message)
-        pool = self.user if registered.lane is Lane.USER else self.service
         if pool is self.user:
             self.inbound_requests.add(source)
         if may_run and self._latency.is_short(key) and pool.has_room():
@@ -208,9 +209,9 @@ class Dispatch:
         if guest_of is not None:
             guest_of.guests.append(None)
             mine.pool = guest_of
-        lane, began = registered.lane, 0.0
+        began = 0.0
         try:
-            if lane is Lane.USER and source.cancelled:
+            if source.cancelled:
                 registered.refuse(message, source)
             else:
                 began = time.monotonic()
@@ -218,10 +219,9 @@ class Dispatch:
         except BaseException as error:  # the peer must be told of any failure
             self._on_error(source, error)
         finally:
-            if began and lane is not Lane.CONTROL:
+            if began and registered.pool is not None:
                 self._latency.took(latency_key, time.monotonic() - began)
-            if lane is Lane.USER:
-                self.inbound_requests.discard(source)
+            self.inbound_requests.discard(source)  # it is there in the user lane only
             if size:
                 self._unserved.give_back(source.worker, size)
             if guest_of is not None:

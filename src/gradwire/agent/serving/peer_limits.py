@@ -41,11 +41,11 @@ class PeerLimit:
         # A finalizer that runs inside the lock may come here again on this thread. Without a call
         # in the block none can, so the count is not changed between the check and the update.
         with self.lock:  # no calls in here, see docs/threads.md
-            before = counts[peer] if peer in counts else 0  # noqa: SIM401
-            fits = before + count <= self._most or (self._one_may_exceed and not before)
-            if fits:
-                counts[peer] = before + count
-        return fits
+            total = counts[peer] + count if peer in counts else count
+            if total <= self._most or (self._one_may_exceed and total == count):
+                counts[peer] = total
+                return True
+        return False
 
     def take(self, peer: WorkerId, count: int = 1) -> None:
         """Take so many; OverLimit, and none is taken, if that is over the limit."""

@@ -77,8 +77,9 @@ class ElasticPool:
 
     def has_room(self) -> bool:
         """Whether one more job could begin at once."""
-        is_full = self._busy + len(self.guests) >= self._most
-        return not (is_full or self._closed or self._jobs)
+        if self._closed or self._jobs:
+            return False
+        return self._busy + len(self.guests) < self._most
 
     def guest_left(self) -> None:
         """A job that ran on a thread outside the pool is over. hot: every short request"""
