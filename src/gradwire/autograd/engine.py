@@ -104,12 +104,14 @@ class Engine:
         tag = context and context.id
         groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
         made = Made(self._agent.clock.now(), user_line(_FRAMES_OF_A_CALL) if is_call else NO_LINE)
-        more = (tensors, made, self.devices.homes_of)
-        left = [leave(self.edges, self._ref, tag, peer, each, *more) for each in groups]
-        if context is not None:
-            for crossed in left:
+        edges, homes_of, left = self.edges, self.devices.homes_of, []
+        for places in groups:
+            crossed = leave(edges, self._ref, tag, peer, places, tensors, made, homes_of)
+            left.append(crossed)
+            if context is not None:
                 context.sent[crossed.edge.n] = None
-            context.prune(self.edges)
+        if context is not None:
+            context.prune(edges)
         return left
 
     def attach_recv(
@@ -155,7 +157,7 @@ class Engine:
 
     # -- backward: what the nodes call
 
-    def wait_for_gradients(self, end: EdgeEnd) -> list[torch.Tensor | None]:
+    def wait_for_gradients(self, end: EdgeEnd) -> Sequence[torch.Tensor | None]:
         """Called by a Send: wait until its edge is settled, and take its gradients."""
         active, edge = self.passes.of_run(current_run()) or self._begin_native(end), end.edge
         if isinstance(active, CoordinatedPass) and active.not_started:  # it is about to wait
@@ -168,6 +170,8 @@ class Engine:
         present = self._decode_gradients(active, message, payload, end)
         if message.crossings:
             self.attach_recv(end.context, end.peer, message.crossings, present)
+        if len(present) == len(message.present):
+            return present
         came = iter(present)
         return [next(came) if is_there else None for is_there in message.present]
 

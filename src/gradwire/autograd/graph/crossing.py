@@ -191,16 +191,18 @@ def leave(
     if not is_recording():
         with recording():
             return leave(edges, engine, context, peer, places, tensors, made, homes_of)
-    leaving, held, size, homes = [tensors[place] for place in places], [], 0, None
-    for n, tensor in enumerate(leaving):
+    leaving, held, size, homes = [], [], 0, None
+    for place in places:
+        tensor = tensors[place]
         size += tensor.numel() * tensor.itemsize
         if tensor.is_leaf:
             held.append(with_accumulator(tensor))
         if not tensor.is_cpu:  # See Note [The stream of a Send]
             assert homes_of is not None
-            homes = homes or homes_of(leaving)
+            homes = homes or homes_of([tensors[place] for place in places])
             if tensor.layout is torch.strided:  # others have no views
-                leaving[n] = tensor.view_as(tensor)
+                tensor = tensor.view_as(tensor)
+        leaving.append(tensor)
     edge = edges.next_edge()
     token = _send(EdgeEnd(engine, context, edge, peer, homes=homes), *leaving)
     del held
@@ -249,11 +251,11 @@ def arrive(
 def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
     """Tokens that lead to exactly these Sends of this worker: none or one."""
     top = latest(mine)
-    if not edges.has_sent(top):
-        raise BadMessage(f"a lineage names edges of worker {edges.me} that never left it")
     first = edges.sent.get(top)
     if first is not None and not minus(mine, first.lineage):
         return [first.token]  # it depends on the rest
+    if not edges.has_sent(top):
+        raise BadMessage(f"a lineage names edges of worker {edges.me} that never left it")
     join = next((join for join in reversed(edges.joins) if not minus(join.edges, mine)), None)
     tops = _maximal(edges, minus(mine, join.edges) if join else mine)
     tokens = [top.token for top in tops]
