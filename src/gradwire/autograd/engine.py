@@ -102,7 +102,8 @@ class Engine:
         if context is None and self.only_in_contexts:
             return []
         tag = context and context.id
-        groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
+        is_one = self._edge_per_message or len(differentiable) == 1
+        groups = [differentiable] if is_one else [[n] for n in differentiable]
         made = Made(self._agent.clock.now(), user_line(_FRAMES_OF_A_CALL) if is_call else NO_LINE)
         edges, homes_of, left = self.edges, self.devices.homes_of, []
         for places in groups:
@@ -160,7 +161,7 @@ class Engine:
     def wait_for_gradients(self, end: EdgeEnd) -> Sequence[torch.Tensor | None]:
         """Called by a Send: wait until its edge is settled, and take its gradients."""
         active, edge = self.passes.of_run(current_run()) or self._begin_native(end), end.edge
-        if isinstance(active, CoordinatedPass) and active.not_started:  # it is about to wait
+        if active.not_started and isinstance(active, CoordinatedPass):  # it is about to wait
             self.coordinator.send_starts(active, active.take_not_started())
         if not active.has_come(edge):
             check_order(self.edges, end, active.edges_sent)
@@ -206,7 +207,7 @@ class Engine:
         active = self.passes.of_run(current_run()) or self._begin_native(end)
         edge, peer = end.edge, end.peer
         active.edges_sent.add(edge)
-        if isinstance(active, CoordinatedPass) and active.is_partial and not leads_on(recv):
+        if active.is_partial and not leads_on(recv):
             return
         if edge not in self.edges.received:
             raise self._gone(end)
@@ -252,18 +253,19 @@ class Engine:
         ).about(name, phase="backward")
 
     def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
-        is_there = check_gradients(self.edges, message.edge, source.worker)
+        edge = message.edge
+        is_there = check_gradients(self.edges, edge, source.worker)
         active = self.passes.heard_of(message.pass_id) if is_there else None
         if active is None:
             self.drop_crossings(message.crossings, source.worker)
             if not arrive_on_cpu(message.tensors):
                 self.devices.drop(message.tensors, source.worker)
-            self._agent.events.emit("late", message.edge)
+            self._agent.events.emit("late", edge)
             self._agent.noting.came_late(source.worker)
             return
-        if active.has_come(message.edge) and active.error is None:
+        if active.has_come(edge) and active.error is None:
             name = self._agent.directory.name(source.worker)
-            twice = BadMessage(f"{message.edge} was settled twice in {active.id} by {name}")
+            twice = BadMessage(f"{edge} was settled twice in {active.id} by {name}")
             active.fail(twice.about(name, phase="backward"))
             return
         active.settle(message, payload)
@@ -336,14 +338,14 @@ class Engine:
         context = self.contexts.close(id, lost)
         if context is None:
             return
-        why = "" if lost is None else f", as {lost} was lost"
-        here = self._agent.directory.me.name
         dropped = self.edges.release_early(tuple(context.sent), tuple(context.received))
         self.releases.expect()
         for active in self.passes.all():
             released = union([one(EdgeId(self._me, n)) for n in tuple(context.sent)])
             if active.context is not context and not meets(active.mine, released):
                 continue
+            why = "" if lost is None else f", as {lost} was lost"
+            here = self._agent.directory.me.name
             active.fail(ContextClosed(f"{context} was closed on {here}{why}"))
             # One whose run has begun is ended by that, or by its coordinator, which knows its
             # outcome. Until then the nodes of the run find it, and raise what ended it.

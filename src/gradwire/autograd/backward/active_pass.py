@@ -43,6 +43,10 @@ class ActivePass:
     """the edges of this worker that others settle in the pass"""
     run: int | None = None
     """the number of the engine run here, once it is known"""
+    is_partial = False
+    """whether it began here and goes only to some inputs: a grad(), or a backward with `inputs=`"""
+    not_started: Sequence[WorkerId] = ()
+    """the participants to which no Start was sent yet from here"""
     error: Exception | None = None
     """the first error, which has ended the pass"""
     _news: Promise[None] | None = None
@@ -200,8 +204,6 @@ class CoordinatedPass(ActivePass):
 
     outer: list[Nested] | None = None
     """the nested passes of the outer backward, if there is one"""
-    is_partial = False
-    """whether it goes only to some inputs: a grad(), or a backward with `inputs=`"""
 
     def __init__(
         self,
@@ -216,8 +218,7 @@ class CoordinatedPass(ActivePass):
         self.edges = edges
         """of each participant: those of the pass that it has sent"""
         self.unfinished, self.changed = self._state.unfinished, self._state.changed
-        self.not_started: Sequence[WorkerId] = sorted(self.participants)
-        """the participants to which no Start was sent yet"""
+        self.not_started = sorted(self.participants)
 
     def take_not_started(self) -> Sequence[WorkerId]:
         """The participants for the caller to send a Start to."""

@@ -80,15 +80,12 @@ class Reached(NamedTuple):
 
 def reached_from(nodes: Iterable[Node]) -> Reached:
     """What a run from these reaches on this worker, through links too."""
-    recvs: list[Node] = []
-    accumulators: list[Node] = []
-    checkpoints: list[Node] = []
-    sinks: list[Node] = []
-    lists = {RECV: recvs, AccumulateGrad: accumulators, CHECKPOINT: checkpoints, DDP_SINK: sinks}
+    found: dict[type[Node], list[Node]]
+    found = {RECV: [], AccumulateGrad: [], CHECKPOINT: [], DDP_SINK: []}
     for node in reachable_from(nodes):
-        kept = lists.get(type(node))
-        if kept is not None:
-            kept.append(node)
+        if type(node) in found:
+            found[type(node)].append(node)
+    recvs, accumulators, checkpoints, sinks = found.values()
     if recvs:
         anchors = set(map(anchor_of, recvs))
         accumulators = [node for node in accumulators if node not in anchors]

@@ -117,7 +117,7 @@ class Participant:
         if not active.starts():
             raise BadMessage(f"{active.id} was begun twice")
         active.context = None if start.context is None else self._find(start.context, coordinator)
-        self._ending.wait_while_in_doubt(active, deadline - self._agent.clock.now())
+        self._ending.wait_while_in_doubt(active, deadline)
         first = start.first
         if first is not None and check_gradients(self._edges, first.edge, coordinator):
             active.settle(first, payload)

@@ -317,9 +317,11 @@ def check_crossing(
 
 def check_gradients(edges: Edges, edge: EdgeId, source: WorkerId) -> bool:
     """Whether an edge that a peer settles is there still; BadMessage if it leads to another."""
-    if edge.worker != edges.me or not edges.has_sent(edge.n):
-        raise BadMessage(f"w{source} settles {edge}, which never left here")
-    sent = edges.sent.get(edge.n)
-    if sent is not None and sent.peer != source:
+    sent = edges.sent.get(edge.n) if edge.worker == edges.me else None
+    if sent is None:
+        if edge.worker != edges.me or not edges.has_sent(edge.n):
+            raise BadMessage(f"w{source} settles {edge}, which never left here")
+        return False
+    if sent.peer != source:
         raise BadMessage(f"w{source} settles {edge}, which leads to another worker")
-    return sent is not None
+    return True
