@@ -226,15 +226,15 @@ def arrive(
     if not is_recording():
         with recording():
             return arrive(edges, engine, context, peer, crossing, tensors)
-    places, depth = crossing.tensors, crossing.depth
-    origin = Origin(from_wire(crossing.lineage), depth)
+    places, depth, lineage = crossing.tensors, crossing.depth, from_wire(crossing.lineage)
+    origin = Origin(lineage, depth)
     end = EdgeEnd(engine, context, crossing.edge, peer, origin, len(places))
     taken = [tensors[place] for place in places]
     # A Function makes a node only if an input requires a gradient. Received tensors do not, so the
     # Recv gets one more input that does. A backward() executes its accumulator and a grad() does
     # not, which tells the two apart (backward/coordinator.py).
     anchor = _NOTHING.detach().requires_grad_()
-    mine = of_worker(origin.lineage, edges.me)
+    mine = of_worker(lineage, edges.me)
     links = _links(edges, mine) if mine else ()
     outputs = _recv(end, *taken, anchor, *links)
     node = node_of(outputs[0])
@@ -252,8 +252,10 @@ def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
     """Tokens that lead to exactly these Sends of this worker: none or one."""
     top = latest(mine)
     first = edges.sent.get(top)
-    if first is not None and not minus(mine, first.lineage):
-        return [first.token]  # it depends on the rest
+    if first is not None:
+        behind = first.lineage
+        if mine.items() <= behind.items() or not minus(mine, behind):  # most often equal
+            return [first.token]  # it depends on the rest
     if not edges.has_sent(top):
         raise BadMessage(f"a lineage names edges of worker {edges.me} that never left it")
     join = next((join for join in reversed(edges.joins) if not minus(join.edges, mine)), None)
