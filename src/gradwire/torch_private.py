@@ -173,12 +173,14 @@ def root_nodes(roots: object) -> list[Node]:
     """The nodes that an engine run from these tensors, or edges of a graph, begins with."""
     if not isinstance(roots, tuple):
         return []  # the engine raises
+    nodes = []
     with _C.DisableTorchFunctionSubclass():
-        nodes = [
-            root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
-            for root in roots
-        ]
-    return [node for node in nodes if node is not None]
+        for root in roots:
+            is_tensor = isinstance(root, torch.Tensor)
+            node = root.grad_fn if is_tensor else getattr(root, "node", None)
+            if node is not None:
+                nodes.append(node)
+    return nodes
 
 
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")

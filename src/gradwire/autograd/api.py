@@ -40,7 +40,7 @@ class context:
 
     def __enter__(self) -> ContextId:
         self._engine = current_engine()
-        self._id = new_context().id
+        self._id = _opened(self._engine).id
         return self._id
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +50,11 @@ class context:
 
 def new_context() -> Context:
     """Open a context and enter it, without a block that ends it: `release_context` does."""
-    engine, outer = current_engine(), current_context()
+    return _opened(current_engine())
+
+
+def _opened(engine: Engine) -> Context:
+    outer = current_context()
     if outer is not None:
         raise UsageError(
             "Already have an autograd context id for this thread",

@@ -102,14 +102,17 @@ class Engine:
         if context is None and self.only_in_contexts:
             return []
         tag = context and context.id
-        groups = [differentiable] if self._edge_per_message else [[n] for n in differentiable]
+        is_one = self._edge_per_message or len(differentiable) == 1
+        groups = [differentiable] if is_one else [[n] for n in differentiable]
         made = Made(self._agent.clock.now(), user_line(_FRAMES_OF_A_CALL) if is_call else NO_LINE)
-        more = (tensors, made, self.devices.homes_of)
-        left = [leave(self.edges, self._ref, tag, peer, each, *more) for each in groups]
-        if context is not None:
-            for crossed in left:
+        edges, homes_of, left = self.edges, self.devices.homes_of, []
+        for places in groups:
+            crossed = leave(edges, self._ref, tag, peer, places, tensors, made, homes_of)
+            left.append(crossed)
+            if context is not None:
                 context.sent[crossed.edge.n] = None
-            context.prune(self.edges)
+        if context is not None:
+            context.prune(edges)
         return left
 
     def attach_recv(
@@ -155,10 +158,10 @@ class Engine:
 
     # -- backward: what the nodes call
 
-    def wait_for_gradients(self, end: EdgeEnd) -> list[torch.Tensor | None]:
+    def wait_for_gradients(self, end: EdgeEnd) -> Sequence[torch.Tensor | None]:
         """Called by a Send: wait until its edge is settled, and take its gradients."""
         active, edge = self.passes.of_run(current_run()) or self._begin_native(end), end.edge
-        if isinstance(active, CoordinatedPass) and active.not_started:  # it is about to wait
+        if active.not_started and isinstance(active, CoordinatedPass):  # it is about to wait
             self.coordinator.send_starts(active, active.take_not_started())
         if not active.has_come(edge):
             check_order(self.edges, end, active.edges_sent)
@@ -168,6 +171,8 @@ class Engine:
         present = self._decode_gradients(active, message, payload, end)
         if message.crossings:
             self.attach_recv(end.context, end.peer, message.crossings, present)
+        if len(present) == len(message.present):
+            return present
         came = iter(present)
         return [next(came) if is_there else None for is_there in message.present]
 
@@ -202,7 +207,7 @@ class Engine:
         active = self.passes.of_run(current_run()) or self._begin_native(end)
         edge, peer = end.edge, end.peer
         active.edges_sent.add(edge)
-        if isinstance(active, CoordinatedPass) and active.is_partial and not leads_on(recv):
+        if active.is_partial and not leads_on(recv):
             return
         if edge not in self.edges.received:
             raise self._gone(end)
@@ -248,18 +253,19 @@ class Engine:
         ).about(name, phase="backward")
 
     def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
-        is_there = check_gradients(self.edges, message.edge, source.worker)
+        edge = message.edge
+        is_there = check_gradients(self.edges, edge, source.worker)
         active = self.passes.heard_of(message.pass_id) if is_there else None
         if active is None:
             self.drop_crossings(message.crossings, source.worker)
             if not arrive_on_cpu(message.tensors):
                 self.devices.drop(message.tensors, source.worker)
-            self._agent.events.emit("late", message.edge)
+            self._agent.events.emit("late", edge)
             self._agent.noting.came_late(source.worker)
             return
-        if active.has_come(message.edge) and active.error is None:
+        if active.has_come(edge) and active.error is None:
             name = self._agent.directory.name(source.worker)
-            twice = BadMessage(f"{message.edge} was settled twice in {active.id} by {name}")
+            twice = BadMessage(f"{edge} was settled twice in {active.id} by {name}")
             active.fail(twice.about(name, phase="backward"))
             return
         active.settle(message, payload)
@@ -332,14 +338,14 @@ class Engine:
         context = self.contexts.close(id, lost)
         if context is None:
             return
-        why = "" if lost is None else f", as {lost} was lost"
-        here = self._agent.directory.me.name
         dropped = self.edges.release_early(tuple(context.sent), tuple(context.received))
         self.releases.expect()
         for active in self.passes.all():
             released = union([one(EdgeId(self._me, n)) for n in tuple(context.sent)])
             if active.context is not context and not meets(active.mine, released):
                 continue
+            why = "" if lost is None else f", as {lost} was lost"
+            here = self._agent.directory.me.name
             active.fail(ContextClosed(f"{context} was closed on {here}{why}"))
             # One whose run has begun is ended by that, or by its coordinator, which knows its
             # outcome. Until then the nodes of the run find it, and raise what ended it.

@@ -7,11 +7,13 @@ into one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import Token
+from typing import final
 
 from gradwire.autograd.graph.walk import ROOM, lift_this_thread
-from gradwire.current import current_worker, get_current, reset_current, set_current
+from gradwire.current import Current, current_worker, get_current, reset_current, set_current
 from gradwire.ids import ContextId
 from gradwire.torch_private import NOTHING
 
@@ -48,20 +50,27 @@ def leave(context: ContextId) -> None:
             stay[1].__exit__(None, None, None)
 
 
-@contextmanager
-def inside(context: ContextId | None) -> Iterator[None]:
+@final
+class inside:
     """Run the block in this context, or in none."""
-    worker, deadline, inbound, run, _ = get_current()
-    if current_context() == context:
-        yield
-        return
-    outer = set_current((worker, deadline, inbound, run, None))
-    if context is not None:
-        enter(context)
-    try:
-        yield
-    finally:
-        reset_current(outer)
+
+    __slots__ = ("_context", "_outer")
+
+    def __init__(self, context: ContextId | None) -> None:
+        self._context = context
+        self._outer: Token[Current] | None = None
+
+    def __enter__(self) -> None:
+        if current_context() == self._context:
+            return
+        worker, deadline, inbound, run, _ = get_current()
+        self._outer = set_current((worker, deadline, inbound, run, None))
+        if self._context is not None:
+            enter(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer is not None:
+            reset_current(self._outer)
 
 
 def saving_here() -> AbstractContextManager[object]:

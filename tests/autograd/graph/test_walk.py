@@ -12,13 +12,12 @@ from gradwire.autograd.graph import crossing
 from gradwire.autograd.graph import walk as graph
 from gradwire.autograd.graph.edges import Edges, Made
 from gradwire.autograd.graph.lineage import (
+    by_worker,
     from_wire,
     numbers,
-    of_worker,
     plus,
     to_wire,
     union,
-    workers_in,
 )
 from gradwire.autograd.messages import Crossing
 from gradwire.current import NO_LINE
@@ -64,7 +63,7 @@ def answer_to(*crossings, n=0, worker=1):
 def depends_on(crossed):
     """The edges of a lineage, by worker."""
     lineage = from_wire(crossed.lineage)
-    return {w: list(numbers(of_worker(lineage, w))) for w in sorted(workers_in(lineage))}
+    return {w: list(numbers(mine)) for w, mine in sorted(by_worker(lineage).items())}
 
 
 def linked_sends(alive):

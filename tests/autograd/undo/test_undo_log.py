@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import weakref
 
 import torch
 from torch.autograd import Function
 
 import gradwire as gw
+from gradwire.autograd.undo.leaf import LeafLocks
+from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.testing import cluster
 
 HERE = sys.modules[__name__]
@@ -77,3 +80,12 @@ def test_two_leaves_that_are_given_one_gradient_do_not_share_it():
 
     first += 1
     assert torch.equal(second, torch.ones(8))
+
+
+def test_a_log_is_freed_without_the_collector():
+    undo_log = UndoLog(LeafLocks(), None)
+    alive = weakref.ref(undo_log)
+
+    del undo_log
+
+    assert alive() is None

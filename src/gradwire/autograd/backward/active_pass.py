@@ -22,7 +22,7 @@ from gradwire.agent.serving.dispatch import Payload
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.edges import Edges
-from gradwire.autograd.graph.lineage import NOTHING, Lineage, numbers, workers_in
+from gradwire.autograd.graph.lineage import NOTHING, Lineage, numbers
 from gradwire.autograd.messages import Gradients, Start
 from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.autograd.undo.undo_log import UndoLog
@@ -43,6 +43,10 @@ class ActivePass:
     """the edges of this worker that others settle in the pass"""
     run: int | None = None
     """the number of the engine run here, once it is known"""
+    is_partial = False
+    """whether it began here and goes only to some inputs: a grad(), or a backward with `inputs=`"""
+    not_started: Sequence[WorkerId] = ()
+    """the participants to which no Start was sent yet from here"""
     error: Exception | None = None
     """the first error, which has ended the pass"""
     _news: Promise[None] | None = None
@@ -200,18 +204,21 @@ class CoordinatedPass(ActivePass):
 
     outer: list[Nested] | None = None
     """the nested passes of the outer backward, if there is one"""
-    is_partial = False
-    """whether it goes only to some inputs: a grad(), or a backward with `inputs=`"""
 
     def __init__(
-        self, id: PassId, deadline: float, began: float, table: Edges, edges: Lineage
+        self,
+        id: PassId,
+        deadline: float,
+        began: float,
+        table: Edges,
+        edges: dict[WorkerId, Lineage],
     ) -> None:
         # Every other worker that owns a Send of the pass takes part in it.
-        super().__init__(id, deadline, began, table, workers_in(edges) - {id.worker})
+        super().__init__(id, deadline, began, table, edges)
         self.edges = edges
+        """of each participant: those of the pass that it has sent"""
         self.unfinished, self.changed = self._state.unfinished, self._state.changed
-        self.not_started: Sequence[WorkerId] = sorted(self.participants)
-        """the participants to which no Start was sent yet"""
+        self.not_started = sorted(self.participants)
 
     def take_not_started(self) -> Sequence[WorkerId]:
         """The participants for the caller to send a Start to."""

@@ -23,7 +23,7 @@ from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
 from gradwire.autograd.graph.edges import Edges
-from gradwire.autograd.graph.lineage import Lineage, of_worker, one, to_wire, union
+from gradwire.autograd.graph.lineage import NOTHING, Lineage, by_worker, one, to_wire, union
 from gradwire.autograd.messages import Gradients, HasEnded, PassEnded, QueryPass, RunDone, Start
 from gradwire.autograd.modes import current_modes
 from gradwire.autograd.undo.leaf import LeafLocks
@@ -68,24 +68,32 @@ class Coordinator:
         executed = self._executed(engine_run.this_thread.recvs, met)
         if not executed:  # the run was not begun by Python code
             executed = self._executed(self._edges.recvs(), met)
-        leading = [recv for recv in executed if engine_run.leads_on(recv)]
-        lineage = union([end_of(recv).origin.lineage for recv in leading])
-        # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
-        plain = any(map(will_execute, map(anchor_of, leading)))
+        lineages, plain = [], False
+        for recv in executed:
+            if engine_run.leads_on(recv):
+                lineages.append(end_of(recv).origin.lineage)
+                # Whether it accumulates into leaves; otherwise it is a grad() or has `inputs=`.
+                plain = plain or will_execute(anchor_of(recv))
         # A Function may run it inside of a `backward(context, …)`: then into the map of that one.
         undo_log = undo_log_of_run()
         into = undo_log.context if plain and undo_log is not None else None
-        active = self._begin(into, lineage, is_partial=not plain)
+        active = self._begin(into, union(lineages), is_partial=not plain)
         active.outer = undo_log.nested if undo_log else inside_now()
         return active
 
     def _executed(self, recvs: Sequence[Node], met: EdgeEnd) -> list[Node]:
         """Those of this worker that the current run executes; none if `met` is not among them."""
-        own = [recv for recv in recvs if end_of(recv).engine_ref is met.engine_ref]
-        if all(end_of(recv).edge != met.edge for recv in own):
-            return []
-        # `will_execute` is false for the root node of a backward, which `met` may be.
-        return [recv for recv in own if end_of(recv).edge == met.edge or will_execute(recv)]
+        executed, is_met = [], False
+        for recv in recvs:
+            end = end_of(recv)
+            if end.engine_ref is not met.engine_ref:
+                continue
+            if end.edge == met.edge:  # `will_execute` is false for the root node of a backward
+                is_met = True
+                executed.append(recv)
+            elif will_execute(recv):
+                executed.append(recv)
+        return executed if is_met else []
 
     def backward(
         self,
@@ -130,12 +138,13 @@ class Coordinator:
         participant can do nothing before. The receiver of these gradients gets both in one message.
         The Starts are sent at the latest when this worker begins to wait.
         """
-        mine, needed = of_worker(edges, self._me), None
+        theirs, needed = by_worker(edges), None
+        mine = theirs.pop(self._me, NOTHING)
         sends = self._edges.sends_in(mine, self._agent.directory.name)
         if is_partial:
             mine = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
             needed = to_wire(mine)
-        active = self._passes.begin(context, current_run(), edges, timeout)
+        active = self._passes.begin(context, current_run(), theirs, timeout)
         EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
         if self._rollbacks or self._broken:
             self._check_participants(active)
@@ -170,18 +179,22 @@ class Coordinator:
         not_started = active.take_not_started() if active.not_started else ()
         message = self._start(active, peer, gradients) if peer in not_started else gradients
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
-        if not_started:
-            self.send_starts(active, [worker for worker in not_started if worker != peer])
+        for worker in not_started:
+            if worker != peer:
+                self._send_start(active, worker)
 
     def send_starts(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
         """Send a Start to these participants."""
         for worker in workers:
-            start = self._start(active, worker, None)
-            self._agent.tell(worker, start, deadline=active.deadline, phase="backward")
+            self._send_start(active, worker)
+
+    def _send_start(self, active: CoordinatedPass, worker: WorkerId) -> None:
+        start = self._start(active, worker, None)
+        self._agent.tell(worker, start, deadline=active.deadline, phase="backward")
 
     def _start(self, active: CoordinatedPass, worker: WorkerId, first: Gradients | None) -> Start:
-        edges, left = of_worker(active.edges, worker), active.deadline - self._agent.clock.now()
-        return replace(active.start, edges=to_wire(edges), seconds=left, first=first)
+        edges, left = to_wire(active.edges[worker]), active.deadline - self._agent.clock.now()
+        return replace(active.start, edges=edges, seconds=left, first=first)
 
     def finish(self, active: CoordinatedPass) -> None:
         """The run here is over: wait for the participants, then let them keep their changes."""

@@ -80,9 +80,8 @@ class Reached(NamedTuple):
 
 def reached_from(nodes: Iterable[Node]) -> Reached:
     """What a run from these reaches on this worker, through links too."""
-    found: dict[type[Node], list[Node]] = {
-        kind: [] for kind in (RECV, AccumulateGrad, CHECKPOINT, DDP_SINK)
-    }
+    found: dict[type[Node], list[Node]]
+    found = {RECV: [], AccumulateGrad: [], CHECKPOINT: [], DDP_SINK: []}
     for node in reachable_from(nodes):
         if type(node) in found:
             found[type(node)].append(node)
@@ -318,28 +317,29 @@ def _accumulators(tensors: Sequence[_TensorOrEdge], inputs: Sequence[_TensorOrEd
 
 def number_nodes(roots: Iterable[Node]) -> list[Node]:
     """Lift the nodes from these to the first Recvs, which are returned, above their depths."""
-    depths: dict[Node | None, int] = {None: 0}  # an input that needs no gradient has no node
-    todo, recvs = list(roots), []
+    depths: dict[Any, int] = {None: 0}  # an input that needs no gradient has no node
+    todo: list[Any] = []
+    recvs: list[Any] = []
+    for root in roots:
+        (recvs if type(root) is RECV else todo).append(root)
     while todo:
         node, depth, count = todo[-1], 0, len(todo)
-        kind = type(node)
-        if node in depths:
-            depth = depths[node]
-        elif kind is RECV:
-            recvs.append(node)
-            depth = end_of(node).origin.depth
-        elif kind is not AccumulateGrad:
+        if node not in depths:
             for behind, _ in node.next_functions:
                 known = depths.get(behind)
                 if known is None:
-                    todo.append(behind)  # type: ignore[arg-type]  # None is known
-                elif known > depth:
-                    depth = known
+                    kind, known = type(behind), 0  # as long as it is not known
+                    if kind is RECV:
+                        recvs.append(behind)
+                        known = depths[behind] = end_of(behind).origin.depth
+                    elif kind is not AccumulateGrad:
+                        todo.append(behind)
+                depth = max(depth, known)
             if len(todo) > count:
                 continue
             if depth:
                 lift(node, depth)
-        depths[node] = depth
+            depths[node] = depth
         todo.pop()
     return recvs
 
@@ -388,8 +388,10 @@ def drain() -> None:
 
 def check_order(edges: Edges, end: EdgeEnd, edges_sent: set[EdgeId]) -> None:
     """A Send is about to wait: UsageError if a Recv of its run should have run before it."""
+    if this_thread.is_ordered:
+        return
     sent = edges.sent.get(end.edge.n)
-    if this_thread.is_ordered or sent is None:
+    if sent is None:
         return
     for recv in edges.recvs():
         other = end_of(recv)

@@ -117,19 +117,19 @@ class Participant:
         if not active.starts():
             raise BadMessage(f"{active.id} was begun twice")
         active.context = None if start.context is None else self._find(start.context, coordinator)
-        self._ending.wait_while_in_doubt(active, deadline - self._agent.clock.now())
+        self._ending.wait_while_in_doubt(active, deadline)
         first = start.first
         if first is not None and check_gradients(self._edges, first.edge, coordinator):
             active.settle(first, payload)
         sends = self._sends_of(active, start)
-        run = partial(self._take_part_and_tell, active, start, sends)
-        direct = [sent.lineage for sent in sends if sent.peer == coordinator]
-        is_direct = len(direct) == len(sends) or not minus(active.mine, union(direct))
-        if is_direct or active.has_news():
-            return run()
-        attempt = partial(self._attempt, active.id, deadline, run)
-        active.on_news(partial(self._agent.dispatch.service.submit, attempt))
-        return True
+        if not active.has_news():
+            direct = [sent.lineage for sent in sends if sent.peer == coordinator]
+            if len(direct) < len(sends) and minus(active.mine, union(direct)):
+                run = partial(self._take_part_and_tell, active, start, sends)
+                attempt = partial(self._attempt, active.id, deadline, run)
+                active.on_news(partial(self._agent.dispatch.service.submit, attempt))
+                return True
+        return self._take_part_and_tell(active, start, sends)
 
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
         active.mine = of_worker(from_wire(start.edges), self._edges.me)

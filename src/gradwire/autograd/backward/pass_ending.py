@@ -245,11 +245,14 @@ class PassEnding:
                 return isinstance(outcome.message, HasEnded) and outcome.message.ended_well
         return False
 
-    def wait_while_in_doubt(self, active: ParticipantPass, seconds: float) -> None:
+    def wait_while_in_doubt(self, active: ParticipantPass, deadline: float) -> None:
         """Wait until earlier passes of a coordinator that was lost and is back have an outcome.
 
         A new pass could add to leaves that one of them has changed.
         """
+        if not self._in_doubt:
+            return
+        seconds = deadline - self._agent.clock.now()
         for other, doubt in list(self._in_doubt.items()):
             if other.id.worker != active.id.worker:
                 continue

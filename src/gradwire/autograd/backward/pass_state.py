@@ -24,6 +24,8 @@ from gradwire.ids import EdgeId, PassId, WorkerId
 class PassState:
     """What one worker knows of one pass. At the coordinator, `asked` are the participants."""
 
+    _sends = _recvs_left = 0
+
     def __init__(self, pass_id: PassId, asked: Iterable[WorkerId] = ()) -> None:
         self.id = pass_id
         self.asked = frozenset(asked)
@@ -35,7 +37,6 @@ class PassState:
         """the edges whose gradients have arrived"""
         self.to_collect: set[EdgeId] = set()
         """the settled edges whose Send has not run; none may remain after a run"""
-        self._sends = self._recvs_left = 0
 
     def edge_settled(self, edge: EdgeId) -> None:
         """The gradients of an edge have arrived."""

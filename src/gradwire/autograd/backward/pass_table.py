@@ -42,7 +42,7 @@ class PassTable:
         self._devices = devices
         self._directory, self._edges, self.due, self._seconds = agent.directory, edges, due, seconds
         self._clock, self._timer, self._most = agent.clock, agent.timer, agent.limits.passes
-        self._lock = agent.directory.lock
+        self._me, self._lock = agent.directory.me.id, agent.directory.lock
         self._count = first_of(agent.directory.myself.incarnation)
         self._mine: dict[int, None] = {}
         """the numbers of the passes that began here and are not over, lowest first"""
@@ -57,7 +57,7 @@ class PassTable:
         return len(self._by_id)
 
     def begin(
-        self, context: Context | None, run: int, edges: Lineage, timeout: Timeout
+        self, context: Context | None, run: int, edges: dict[WorkerId, Lineage], timeout: Timeout
     ) -> CoordinatedPass:
         """Add a pass that begins here, in this engine run."""
         deadline, now = self.due(timeout), self._clock.now()
@@ -65,7 +65,7 @@ class PassTable:
             n = self._count = self._count + 1
             self._mine[n] = None
         try:
-            id = PassId(self._directory.me.id, n)
+            id = PassId(self._me, n)
             active = CoordinatedPass(id, deadline, now, self._edges, edges)
             active.context, active.run = context, run
             self._by_id[id] = self._by_run[run] = active
@@ -87,11 +87,12 @@ class PassTable:
 
         Gradients may overtake the Start, which carries the deadline, so either may add the pass.
         """
-        if floor is not None and floor > self._floors.get(id.worker, 0):
+        worker = id.worker
+        if floor is not None and floor > self._floors.get(worker, 0):
             with self._lock:
-                self._floors[id.worker] = floor
-                ended = self._ended.get(id.worker, ())
-                self._ended[id.worker] = {n for n in ended if n >= floor}
+                self._floors[worker] = floor
+                if worker in self._ended:
+                    self._ended[worker] = {n for n in self._ended[worker] if n >= floor}
         active = self._by_id.get(id) or self._maybe_new(id, deadline)
         if active is not None and deadline is not None and active.deadline != deadline:
             active.deadline = deadline
@@ -118,9 +119,10 @@ class PassTable:
         return active
 
     def _is_over(self, id: PassId) -> bool:
-        if id.worker == self._directory.me.id:  # begun here: else it is in the table
+        worker, n = id.worker, id.n
+        if worker == self._me:  # begun here: else it is in the table
             return id not in self._by_id
-        return id.n < self._floors.get(id.worker, 0) or id.n in self._ended.get(id.worker, ())
+        return n < self._floors.get(worker, 0) or n in self._ended.get(worker, ())
 
     def maybe(self, id: PassId) -> AnyPass | None:
         """The pass, if it is active here."""
@@ -148,9 +150,9 @@ class PassTable:
             self._by_id.pop(id, None)
             if active.run is not None:
                 self._by_run.pop(active.run, None)
-            if id.worker == self._directory.me.id:
+            if id.worker == self._me:
                 self._mine.pop(id.n, None)
-            elif not self._is_over(id):
+            elif id.n >= self._floors.get(id.worker, 0):
                 self._ended.setdefault(id.worker, set()).add(id.n)
         self._edges.latest_depth = 0  # what is sent from now on is for the next pass
         if active.inbox and active.drop_inbox(self._devices):

@@ -12,10 +12,10 @@ again, or it would keep the gradients of the context for ever.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
+import msgspec
 import torch
 
 from gradwire.agent.agent import Agent, Answer, Outcome
@@ -55,20 +55,19 @@ _TIMES = 10
 
 
 @final
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class Context:
+class Context(msgspec.Struct, weakref=True, eq=False):
     """The gradients of `backward(context, roots)` here, and the edges that were made in it."""
 
     id: ContextId
     source: WorkerId | None = None
     """the peer that made it known here; None if it was opened here"""
-    sent: dict[int, None] = field(default_factory=dict)
-    received: dict[EdgeId, None] = field(default_factory=dict)
-    kept: list[Node] = field(default_factory=list)
+    sent: dict[int, None] = {}
+    received: dict[EdgeId, None] = {}
+    kept: list[Node] = []
     """Recvs that live until it is closed, as torch has it"""
-    called: set[WorkerId] = field(default_factory=set)
+    called: set[WorkerId] = set()
     """where it was opened: the workers to tell when it is closed"""
-    gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[torch.Tensor, torch.Tensor] = {}
     _prune_at: int = _FEW_EDGES
 
     def prune(self, edges: Edges) -> None:

@@ -191,16 +191,18 @@ def leave(
     if not is_recording():
         with recording():
             return leave(edges, engine, context, peer, places, tensors, made, homes_of)
-    leaving, held, size, homes = [tensors[place] for place in places], [], 0, None
-    for n, tensor in enumerate(leaving):
+    leaving, held, size, homes = [], [], 0, None
+    for place in places:
+        tensor = tensors[place]
         size += tensor.numel() * tensor.itemsize
         if tensor.is_leaf:
             held.append(with_accumulator(tensor))
         if not tensor.is_cpu:  # See Note [The stream of a Send]
             assert homes_of is not None
-            homes = homes or homes_of(leaving)
+            homes = homes or homes_of([tensors[place] for place in places])
             if tensor.layout is torch.strided:  # others have no views
-                leaving[n] = tensor.view_as(tensor)
+                tensor = tensor.view_as(tensor)
+        leaving.append(tensor)
     edge = edges.next_edge()
     token = _send(EdgeEnd(engine, context, edge, peer, homes=homes), *leaving)
     del held
@@ -224,15 +226,15 @@ def arrive(
     if not is_recording():
         with recording():
             return arrive(edges, engine, context, peer, crossing, tensors)
-    places, depth = crossing.tensors, crossing.depth
-    origin = Origin(from_wire(crossing.lineage), depth)
+    places, depth, lineage = crossing.tensors, crossing.depth, from_wire(crossing.lineage)
+    origin = Origin(lineage, depth)
     end = EdgeEnd(engine, context, crossing.edge, peer, origin, len(places))
     taken = [tensors[place] for place in places]
     # A Function makes a node only if an input requires a gradient. Received tensors do not, so the
     # Recv gets one more input that does. A backward() executes its accumulator and a grad() does
     # not, which tells the two apart (backward/coordinator.py).
     anchor = _NOTHING.detach().requires_grad_()
-    mine = of_worker(origin.lineage, edges.me)
+    mine = of_worker(lineage, edges.me)
     links = _links(edges, mine) if mine else ()
     outputs = _recv(end, *taken, anchor, *links)
     node = node_of(outputs[0])
@@ -249,11 +251,13 @@ def arrive(
 def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
     """Tokens that lead to exactly these Sends of this worker: none or one."""
     top = latest(mine)
+    first = edges.sent.get(top)
+    if first is not None:
+        behind = first.lineage
+        if mine.items() <= behind.items() or not minus(mine, behind):  # most often equal
+            return [first.token]  # it depends on the rest
     if not edges.has_sent(top):
         raise BadMessage(f"a lineage names edges of worker {edges.me} that never left it")
-    first = edges.sent.get(top)
-    if first is not None and not minus(mine, first.lineage):
-        return [first.token]  # it depends on the rest
     join = next((join for join in reversed(edges.joins) if not minus(join.edges, mine)), None)
     tops = _maximal(edges, minus(mine, join.edges) if join else mine)
     tokens = [top.token for top in tops]
@@ -315,9 +319,11 @@ def check_crossing(
 
 def check_gradients(edges: Edges, edge: EdgeId, source: WorkerId) -> bool:
     """Whether an edge that a peer settles is there still; BadMessage if it leads to another."""
-    if edge.worker != edges.me or not edges.has_sent(edge.n):
-        raise BadMessage(f"w{source} settles {edge}, which never left here")
-    sent = edges.sent.get(edge.n)
-    if sent is not None and sent.peer != source:
+    sent = edges.sent.get(edge.n) if edge.worker == edges.me else None
+    if sent is None:
+        if edge.worker != edges.me or not edges.has_sent(edge.n):
+            raise BadMessage(f"w{source} settles {edge}, which never left here")
+        return False
+    if sent.peer != source:
         raise BadMessage(f"w{source} settles {edge}, which leads to another worker")
-    return sent is not None
+    return True

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from gradwire.autograd.graph.crossing import EdgeEnd
 
 _LOST_REMEMBERED = 1 << 12
+_DEEP = ROOM // 2
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -166,7 +167,7 @@ class Edges:
 
         Deeper than those sent since the last pass, too: see Note [The order of waiting], walk.py.
         """
-        depth = self.latest_depth = max(min(self.latest_depth, ROOM // 2), below) + 1
+        depth = self.latest_depth = max(min(self.latest_depth, _DEEP), below) + 1
         return depth
 
     def arrived(self, end: EdgeEnd, node: Node) -> None:

@@ -23,7 +23,9 @@ _WORKER_BITS = 48
 _CHUNK_BITS = 12
 _IN_CHUNK = (1 << _CHUNK_BITS) - 1
 _KEY_BITS = _WORKER_BITS - _CHUNK_BITS
+_NUMBER = (1 << _WORKER_BITS) - 1
 _CHUNK_BYTES = 1 << _CHUNK_BITS - 3
+_ALL_BYTES = LAST_WORKER + 1 << _WORKER_BITS - 3
 
 
 def one(edge: EdgeId) -> Lineage:
@@ -78,38 +80,41 @@ def of_worker(lineage: Lineage, worker: WorkerId) -> Lineage:
     return found
 
 
-def workers_in(lineage: Lineage) -> set[WorkerId]:
-    """The workers that have sent them."""
-    return {chunk >> _KEY_BITS for chunk in lineage}
+def by_worker(lineage: Lineage) -> dict[WorkerId, Lineage]:
+    """The edges that each worker has sent."""
+    found: dict[WorkerId, Lineage] = {}
+    for chunk, bits in lineage.items():
+        worker = chunk >> _KEY_BITS
+        if worker in found:
+            found[worker][chunk] = bits
+        else:
+            found[worker] = {chunk: bits}
+    return found
 
 
 def latest(lineage: Lineage) -> int:
     """The greatest number among the edges of one worker."""
     chunk = max(lineage)
-    return _number(chunk, lineage[chunk].bit_length() - 1)
+    return (chunk << _CHUNK_BITS & _NUMBER) + lineage[chunk].bit_length() - 1
 
 
 def numbers(lineage: Lineage) -> Iterator[int]:
     """The numbers of the edges of one worker, lowest first."""
     for chunk in sorted(lineage):
-        bits = lineage[chunk]
+        bits, first = lineage[chunk], chunk << _CHUNK_BITS & _NUMBER
         while bits:
             lowest = bits & -bits
-            yield _number(chunk, lowest.bit_length() - 1)
+            yield first + lowest.bit_length() - 1
             bits ^= lowest
-
-
-def _number(chunk: int, bit: int) -> int:
-    return (chunk << _CHUNK_BITS | bit) & ((1 << _WORKER_BITS) - 1)
 
 
 def to_wire(lineage: Lineage) -> Wire:
     """As it is sent."""
     sent = {}
     for chunk, bits in lineage.items():
-        empty = (bits & -bits).bit_length() - 1 >> 3
-        data = (bits >> (empty << 3)).to_bytes((bits.bit_length() + 7 >> 3) - empty, "little")
-        sent[chunk * _CHUNK_BYTES + empty] = data
+        end = bits.bit_length() + 7 >> 3
+        data = bits.to_bytes(end, "little").lstrip(b"\0")
+        sent[chunk * _CHUNK_BYTES + end - len(data)] = data
     return sent
 
 
@@ -118,9 +123,8 @@ def from_wire(sent: Wire) -> Lineage:
     lineage: Lineage = {}
     for start, data in sent.items():
         chunk, empty = divmod(start, _CHUNK_BYTES)
-        bits = int.from_bytes(data, "little") << (empty << 3)
-        fits = empty + len(data) <= _CHUNK_BYTES and 0 <= chunk >> _KEY_BITS <= LAST_WORKER
-        if not fits or not bits or chunk in lineage:
+        bits, fits = int.from_bytes(data, "little"), 0 <= start < _ALL_BYTES
+        if not fits or empty + len(data) > _CHUNK_BYTES or not bits or chunk in lineage:
             raise BadMessage("a lineage is malformed")
-        lineage[chunk] = bits
+        lineage[chunk] = bits << (empty << 3)
     return lineage

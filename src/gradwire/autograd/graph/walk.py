@@ -48,7 +48,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import final
+from typing import Any, final
 
 import msgspec
 import torch
@@ -122,14 +122,15 @@ def _visit(root: Node) -> Origin:
 
 def reachable_from(roots: Iterable[Node]) -> list[Node]:
     """These nodes and all nodes reachable through next_functions."""
-    found = dict.fromkeys(roots)
-    left = list(found)
-    while left:
-        for node, _ in left.pop().next_functions:
-            if node is not None and node not in found:
-                found[node] = None
-                left.append(node)
-    return list(found)
+    seen: dict[Node | None, None] = dict.fromkeys(roots)
+    found: list[Any] = list(seen)
+    seen[None] = None  # an input that needs no gradient has no node
+    for node in found:  # it grows meanwhile
+        for behind, _ in node.next_functions:
+            if behind not in seen:
+                seen[behind] = None
+                found.append(behind)
+    return found
 
 
 def _together(origins: list[Origin]) -> Origin:

@@ -272,7 +272,8 @@ class LeafEntry:
 
     def keep(self) -> None:
         """The pass has ended well, or there is nothing to revert. Does not block."""
-        self.unwatch()
+        if self._handles:
+            self.unwatch()
         if self in self._record.unfinished:
             self._record.unfinished.remove(self)
 

@@ -47,8 +47,7 @@ class Outcomes:
             self._well[n] = None
             if len(self._well) > _WELL_REMEMBERED:
                 del self._well[next(iter(self._well))]
-        undecided = self.undecided.pop(n, None) if self.undecided else None
-        if undecided is not None:
+        if self.undecided and (undecided := self.undecided.pop(n, None)) is not None:
             undecided.set()
 
     def of(self, n: int, seconds: float) -> bool | None:

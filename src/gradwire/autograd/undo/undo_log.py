@@ -70,7 +70,6 @@ class UndoLog:
         self.into = None if context is None else context.gradients
         self.outer = outer
         """the undo log of the run around it, for a backward that a Function runs"""
-        self.outermost: UndoLog = self if outer is None else outer.outermost
         self.entries: list[LeafEntry] = []
         """of the leaves that the run has touched, in order"""
         self.nested: list[Nested] = []
@@ -82,6 +81,11 @@ class UndoLog:
         self._ends = count()
         """counted in one step: the first thread that ends the log gets 0"""
         self._over: Promise[None] = Promise()
+
+    @property
+    def outermost(self) -> UndoLog:
+        """That of the outermost run. Not an attribute: a log that held itself would be a cycle."""
+        return self if self.outer is None else self.outer.outermost
 
     def inside(self) -> UndoLog:
         """The undo log of a backward that a Function runs inside this run."""
