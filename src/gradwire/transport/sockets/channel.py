@@ -300,9 +300,8 @@ class SocketChannel:
             return None
         payload: tuple[memoryview, ...] = ()
         if payload_length:
-            block = self._slab.take(payload_length)
-            block[:] = ahead[body:after]
-            payload = (block,)
+            payload = (self._slab.take(payload_length),)
+            payload[0][:] = ahead[body:after]
         if flags & TAKES_BLOCKS and self._shared is not None:
             self._shared.peer_takes_blocks = True
         frame = Frame(kind, flags & IS_ANSWER, request, head, payload)
@@ -310,8 +309,7 @@ class SocketChannel:
         if self._epoch != epoch:  # an inner read has taken it
             return None
         self.frames_received += 1
-        self._number += 1
-        self._epoch = epoch + 1
+        self._number, self._epoch = self._number + 1, epoch + 1
         if ring is None:
             self._start = after
         else:
@@ -360,8 +358,7 @@ class SocketChannel:
         # Take the frame in one step: from here on an inner read first reads the rest of its
         # payload, and then returns the next frame.
         self.frames_received += not prefix.flags & OF_CHANNEL
-        self._number += 1
-        self._epoch = epoch + 1
+        self._number, self._epoch = self._number + 1, epoch + 1
         self._rest = rest
         if self._ahead is self._usual:
             self._start += ahead
