@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -36,10 +38,26 @@ def fails(x):
     raise ValueError("no")
 
 
+@gw.async_execution
+def doubled_elsewhere(x):
+    """A future that another thread completes, on a stream of its own."""
+    future, side, ready = torch.futures.Future(), streams.Stream(x.device), streams.Event()
+    ready.record(streams.current_stream(x.device))
+
+    def complete():
+        with streams.use_stream(side):
+            side.wait_event(ready)
+            x.record_stream(side)
+            future.set_result(x * 2)
+
+    threading.Thread(target=complete).start()
+    return future
+
+
 @pytest.fixture
 def workers(request):
     options = Options(**getattr(request, "param", {}))
-    exposed = [same, where, moved, fails]
+    exposed = [same, where, moved, fails, doubled_elsewhere]
     with cluster(2, expose=exposed, options=options, drivers=lambda _: DRIVER) as made:
         yield made
     streams.synchronize()
@@ -244,6 +262,20 @@ def test_what_is_served_on_a_users_thread_runs_on_the_default_streams(workers):
         assert streams.current_stream(HERE) is side
 
     assert seen == [streams.default_stream(torch.device(HERE))]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_result_of_a_future_is_waited_for_on_its_own_stream(workers, is_kept):
+    for seed in range(20):
+        streams.shuffle(seed)
+        x = put(torch.full((4,), float(seed)), HERE)
+        if is_kept:
+            kept = workers[0].run(gw.remote, "w1", doubled_elsewhere, args=(x,))
+            got = workers[0].run(kept.to_here)
+        else:
+            got = workers[0].run(gw.rpc_sync, "w1", doubled_elsewhere, args=(x,))
+
+        assert got.cpu().tolist() == [2.0 * seed] * 4
 
 
 def test_a_message_that_does_not_decode_gives_its_blocks_back(workers):

@@ -280,6 +280,15 @@ class DeviceLinks:
 
         return join_all
 
+    def join_default_streams(self, tensors: Sequence[Tensor]) -> None:
+        """What is served from now on may use these tensors, which this thread's streams make."""
+        join = self.handoff(tensors)
+        if join is not None:
+            with ExitStack() as stack:
+                for kind in {tensor.device.type for tensor in tensors}:
+                    stack.enter_context(self._default_streams(kind))
+                join()
+
     def _incoming_of(self, source: WorkerId) -> IncomingLane:
         lane = self._incoming.get(source)
         if lane is None:

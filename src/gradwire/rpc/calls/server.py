@@ -28,7 +28,7 @@ from gradwire.autograd.scope import enter, leave
 from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId
-from gradwire.rpc.codec.body import BodyCodec
+from gradwire.rpc.codec.body import BodyCodec, tensors_in
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
@@ -262,6 +262,8 @@ class CallServer:
             error: BaseException | None = None
             try:
                 value = future.value()
+                # This thread has the streams on which the future was completed.
+                self._engine.devices.join_default_streams([*tensors_in(value)])
             except BaseException as raised:  # sent to the caller
                 error = raised
             try:
