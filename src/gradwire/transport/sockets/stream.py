@@ -100,14 +100,22 @@ def wait_until_ready(sock: SocketLike, event: int, seconds: float) -> bool:
     return bool(poller.poll(1 + int(1000 * min(seconds, _LONGEST_WAIT))))
 
 
-def readable_now(sock: SocketLike) -> Callable[[int], object]:
-    """Called with 0: whether there are bytes to read, or the end of the stream.
+def readable_now(sock: SocketLike) -> Callable[[], bool]:
+    """Returns whether there are bytes to read, or the end of the stream; for one thread at a time.
 
-    A read that finds nothing raises, which takes several times as long. One thread at a time.
+    A read that finds nothing raises, which takes several times as long.
     """
     poller = select.poll()
     poller.register(sock, select.POLLIN)
-    return poller.poll
+    poll = poller.poll
+
+    def is_readable() -> bool:
+        try:
+            return bool(poll(0))
+        except RuntimeError:  # a signal handler has interrupted this very poll: let it read
+            return True
+
+    return is_readable
 
 
 def seconds_until(deadline: float) -> float:
@@ -240,7 +248,7 @@ class Spin:
         return now >= self._rests_until
 
     def wait_for_entry(
-        self, ring: Ring, is_readable: Callable[[int], object], done: Callable[[], bool]
+        self, ring: Ring, is_readable: Callable[[], bool], done: Callable[[], bool]
     ) -> bool:
         """Look at an empty ring until it has an entry, or the socket has bytes; False at the end.
 
@@ -253,7 +261,7 @@ class Spin:
                 if words[TAIL] != place:
                     return True
             # A system call now and then: other threads need the interpreter.
-            if is_readable(0):
+            if is_readable():
                 return True
             if done() or not self.should_continue():
                 return False
