@@ -93,6 +93,8 @@ class DeviceLinks:
 
     def _default_streams(self, kind: str) -> AbstractContextManager[object]:
         """See Note [Streams]: what is served on a user's thread must not use that thread's."""
+        if kind == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return NOTHING  # and do not ask the driver, which would begin to use CUDA
         driver = self._drivers(kind)
         return NOTHING if isinstance(driver, str) else driver.on_default_streams()
 
