@@ -45,8 +45,8 @@ _log = logging.getLogger("gradwire")
 _LONG_SECONDS, _MANY = 60.0, 100
 """What is reported at shutdown: a program may well keep some results to its end."""
 _is_there: Any = partial(is_not, None)
-_FRAMES_OF_A_CALL = 5
-"""From `attach_send` up to the function of rpc/calls/client.py that makes the call."""
+_FRAMES_OF_A_CALL = 6
+"""From `attach_send` up to the caller of the method of `Calls`, in rpc, that makes the call."""
 
 
 @final
@@ -257,7 +257,8 @@ class Engine:
     def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
         edge = message.edge
         is_there = check_gradients(self.edges, edge, source.worker)
-        active = self.passes.heard_of(message.pass_id) if is_there else None
+        pass_id, passes = message.pass_id, self.passes
+        active = passes.maybe(pass_id) or passes.heard_of(pass_id) if is_there else None
         if active is None:
             self.drop_crossings(message.crossings, source.worker)
             if not arrive_on_cpu(message.tensors):

@@ -121,8 +121,7 @@ class Send(Function):
     @staticmethod
     def forward(node: Any, end: EdgeEnd, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         """A token; the tensors are inputs only for the graph."""
-        node.end = end
-        node.set_materialize_grads(False)
+        node.end, node.materialize_grads = end, False
         return _NOTHING.detach()
 
     @staticmethod
@@ -138,9 +137,9 @@ class Recv(Function):
     def forward(node: Any, end: EdgeEnd, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
         """The received tensors. `inputs` are these, then the anchor, then links."""
         node.end, node.nothing = end, (None,) * (1 + len(inputs))
-        node.set_materialize_grads(False)
-        tensors = inputs[: end.count]
-        node.mark_dirty(*tensors)  # the callee may modify in place what it received
+        node.materialize_grads = False
+        # Marked as dirty: the callee may modify in place what it received.
+        tensors = node.dirty_tensors = inputs[: end.count]
         return tensors
 
     @staticmethod
@@ -160,8 +159,7 @@ class Joined(Function):
     @staticmethod
     def forward(node: Any, *tokens: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         """One token for all."""
-        node.set_materialize_grads(False)
-        node.count = len(tokens)
+        node.materialize_grads, node.count = False, len(tokens)
         return _NOTHING.detach()
 
     @staticmethod

@@ -28,7 +28,7 @@ import msgspec
 import numpy
 import torch
 
-from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.agent.serving.peer_limits import PeerLimit, over
 from gradwire.autograd.graph.lineage import Lineage, meets, numbers, one, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.errors import BadMessage, PeerLost
@@ -131,7 +131,7 @@ class Edges:
         self._first = self._next = first
         self.latest_depth = 0
         """of the edges sent since the last pass"""
-        self._quota = PeerLimit("edges", most)
+        self._quota, self._most = PeerLimit("edges", most), most
         self._counting = threading.RLock()
         _open[self] = None
 
@@ -175,11 +175,13 @@ class Edges:
 
         OverLimit if its sender has too many here that are alive.
         """
-        self._quota.take(end.peer)
+        edge = end.edge
+        if not self._quota.maybe_take(end.peer):
+            raise over("edges", self._most)
         sign = node.sign_of_life = numpy.empty(0)  # type: ignore[attr-defined]
         ref = RecvRef(sign, self.dead.append)
-        ref.edge, ref.node = end.edge, weakref.ref(node)
-        self.received[end.edge] = ref
+        ref.edge, ref.node = edge, weakref.ref(node)
+        self.received[edge] = ref
 
     def unseen(self, edges: Iterable[EdgeId], sender: WorkerId) -> None:
         """A message with these edges was dropped before they became Recvs.
