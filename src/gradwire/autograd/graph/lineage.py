@@ -125,8 +125,8 @@ def from_wire(sent: Wire) -> Lineage:
     for start, data in sent.items():
         chunk, empty = divmod(start, _CHUNK_BYTES)
         bits = int.from_bytes(data, "little")
-        is_outside = start >> _PLACE_BITS or empty + len(data) > _CHUNK_BYTES  # or negative
-        if is_outside or not bits or chunk in lineage:
+        # A negative place is no less outside when it is shifted.
+        if start >> _PLACE_BITS or empty + len(data) > _CHUNK_BYTES or not bits or chunk in lineage:
             raise BadMessage("a lineage is malformed")
         lineage[chunk] = bits << (empty << 3)
     return lineage
