@@ -13,6 +13,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, cast
 
 import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
 from torch.autograd import Variable, forward_ad, profiler
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.checkpoint import CheckpointFunction
@@ -26,6 +27,8 @@ _NEEDED = (
     "torch._C._functions.AccumulateGrad",
     "torch._C._functions.AccumulateGrad._set_sequence_nr",
     "torch._C._FunctionBase._set_sequence_nr",
+    "torch._C._FunctionBase.dirty_tensors",
+    "torch._C._FunctionBase.materialize_grads",
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.unwrap_if_dead",
@@ -310,7 +313,7 @@ def has_modes() -> bool:
 
 def is_recording() -> bool:
     """Whether operators of this thread make nodes now."""
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return is_grad_enabled() and not is_inference_mode_enabled()
 
 
 @contextmanager

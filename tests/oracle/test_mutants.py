@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -43,9 +43,9 @@ def no_withdraw(patch: pytest.MonkeyPatch) -> None:
 def joins_for_ever(patch: pytest.MonkeyPatch) -> None:
     dropped = Edges._dropped
 
-    def keep(self: Edges, released: list) -> list:
+    def keep(self: Edges, numbers: Iterable[int]) -> list:
         joins = self.joins
-        found = dropped(self, released)
+        found = dropped(self, numbers)
         self.joins = joins
         return found
 

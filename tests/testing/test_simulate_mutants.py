@@ -166,8 +166,8 @@ def a_release_that_did_not_leave_is_forgotten(patch):
 def what_a_lost_worker_received_is_not_released(patch):
     def kept(self, peer):
         for edge in tuple(self.received):
-            if edge.worker == peer:
-                self._forget(edge)
+            if edge.worker == peer and self.received.pop(edge, None) is not None:
+                self._quota.give_back(peer)
         return []
 
     patch.setattr(Edges, "peer_lost", kept)
@@ -176,7 +176,7 @@ def what_a_lost_worker_received_is_not_released(patch):
 @mutant(False, 6)
 def an_edge_is_released_by_whoever_says_so(patch):
     def believed(self, numbers, by):
-        return self._dropped([self.sent[n] for n in numbers if n in self.sent])
+        return self._dropped(numbers)
 
     patch.setattr(Edges, "release", believed)
 

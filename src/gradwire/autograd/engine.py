@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import final
+from operator import is_not
+from typing import Any, final
 
 import torch
 
@@ -43,8 +44,9 @@ from gradwire.wire.tensor import are_on_cpu, arrive_on_cpu, decode_tensors, enco
 _log = logging.getLogger("gradwire")
 _LONG_SECONDS, _MANY = 60.0, 100
 """What is reported at shutdown: a program may well keep some results to its end."""
-_FRAMES_OF_A_CALL = 5
-"""From `attach_send` up to the function of rpc/calls/client.py that makes the call."""
+_is_there: Any = partial(is_not, None)
+_FRAMES_OF_A_CALL = 6
+"""From `attach_send` up to the caller of the method of `Calls`, in rpc, that makes the call."""
 
 
 @final
@@ -111,7 +113,7 @@ class Engine:
             left.append(crossed)
             if context is not None:
                 context.sent[crossed.edge.n] = None
-        if context is not None:
+        if context is not None and len(context.sent) > context.prune_at:
             context.prune(edges)
         return left
 
@@ -135,7 +137,7 @@ class Engine:
                 context.received[crossed.edge] = None
                 if self.only_in_contexts:
                     context.kept.append(recv)
-        if context is not None:
+        if context is not None and len(context.received) > context.prune_at:
             context.prune(self.edges)
         self.releases.expect()
         return True
@@ -211,14 +213,14 @@ class Engine:
             return
         if edge not in self.edges.received:
             raise self._gone(end)
-        present = [gradient for gradient in gradients if gradient is not None]
+        present = list(filter(_is_there, gradients))
         grad = torch.is_grad_enabled()
         crossings = self.attach_send(end.context, peer, present) if grad else []
         if are_on_cpu(present):
             headers, payload = encode_tensors(present, self.limits)
         else:
             headers, payload = self.devices.encode(present, peer, active.deadline)
-        there = [gradient is not None for gradient in gradients]
+        there = list(map(_is_there, gradients))
         message = Gradients(active.id, edge, there, headers, crossings)
         if self._agent.events.listeners:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
@@ -255,7 +257,8 @@ class Engine:
     def _serve_gradients(self, message: Gradients, payload: Payload, source: Source) -> None:
         edge = message.edge
         is_there = check_gradients(self.edges, edge, source.worker)
-        active = self.passes.heard_of(message.pass_id) if is_there else None
+        pass_id, passes = message.pass_id, self.passes
+        active = passes.maybe(pass_id) or passes.heard_of(pass_id) if is_there else None
         if active is None:
             self.drop_crossings(message.crossings, source.worker)
             if not arrive_on_cpu(message.tensors):
@@ -263,7 +266,7 @@ class Engine:
             self._agent.events.emit("late", edge)
             self._agent.noting.came_late(source.worker)
             return
-        if active.has_come(edge) and active.error is None:
+        if edge in active.settled and active.error is None:
             name = self._agent.directory.name(source.worker)
             twice = BadMessage(f"{edge} was settled twice in {active.id} by {name}")
             active.fail(twice.about(name, phase="backward"))

@@ -69,6 +69,8 @@ class ActivePass:
         self._state = PassState(id, participants)
         self.participants = self._state.asked
         """the workers that are told to run from here"""
+        self.settled = self._state.settled
+        """the edges whose gradients have arrived"""
         self.inbox: dict[EdgeId, Settlement] = {}
         """the gradients that no Send has taken yet"""
         self._awaited: set[EdgeId] = set()
@@ -92,7 +94,7 @@ class ActivePass:
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
         # Without the lock: both are written before the threads that wait are notified.
-        return self.error is not None or edge in self._state.settled
+        return self.error is not None or edge in self.settled
 
     def await_edge(self, edge: EdgeId) -> None:
         """Block until the edge is settled or the pass has failed."""
@@ -138,7 +140,7 @@ class ActivePass:
 
     def has_news(self) -> bool:
         """Whether gradients have arrived or the pass has failed."""
-        return self.error is not None or bool(self._state.settled)
+        return self.error is not None or bool(self.settled)
 
     def peer_lost(self, worker: WorkerId, error: Exception) -> None:
         """Fail the pass if it cannot succeed without this worker."""
@@ -146,7 +148,7 @@ class ActivePass:
         edges = [sent.edge for sent in mine if sent is not None and sent.peer == worker]
         with self._lock:
             # Gradients that are due from this worker may be lost with its connection.
-            is_due = any(edge not in self._state.settled for edge in edges)
+            is_due = any(edge not in self.settled for edge in edges)
             concerned = is_due or self._state.concerns(worker)
         if concerned:
             self.fail(error)

@@ -106,12 +106,12 @@ class Coordinator:
         """Differentiate the roots into the context's map, on every worker."""
         undo_log = UndoLog(self._locks, context)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        engine_run.number_nodes(nodes)
+        recvs = engine_run.number_nodes(nodes)
         reached = engine_run.reached_from(nodes)
 
-        def on_start() -> None:
-            executed = [end_of(recv).origin.lineage for recv in reached.recvs if will_execute(recv)]
-            self._begin(context, union(executed), timeout)
+        def on_start() -> None:  # the lineages of these contain those of the Recvs behind them
+            lineages = [end_of(recv).origin.lineage for recv in recvs]
+            self._begin(context, union(lineages), timeout)
 
         try:
             with span("gradwire backward of %s", context):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gradwire.autograd.graph.crossing import RECV, EdgeEnd, anchor_of, end_of
+from gradwire.autograd.graph.crossing import RECV, EdgeEnd, end_of
 from gradwire.autograd.graph.edges import Edges, any_received
 from gradwire.autograd.graph.walk import node_of, reachable_from
 from gradwire.autograd.undo.nested_pass import inside
@@ -82,14 +82,20 @@ def reached_from(nodes: Iterable[Node]) -> Reached:
     """What a run from these reaches on this worker, through links too."""
     found: dict[type[Node], list[Node]]
     found = {RECV: [], AccumulateGrad: [], CHECKPOINT: [], DDP_SINK: []}
-    for node in reachable_from(nodes):
-        if type(node) in found:
-            found[type(node)].append(node)
-    recvs, accumulators, checkpoints, sinks = found.values()
-    if recvs:
-        anchors = set(map(anchor_of, recvs))
-        accumulators = [node for node in accumulators if node not in anchors]
-    return Reached(recvs, accumulators, checkpoints, sinks)
+    seen: dict[Any, None] = dict.fromkeys(nodes)
+    todo = list(seen)
+    seen[None] = None  # an input that needs no gradient has no node
+    for node in todo:  # it grows meanwhile
+        kind, inputs = type(node), node.next_functions
+        if kind in found:
+            found[kind].append(node)
+            if kind is RECV:
+                inputs = inputs[end_of(node).count + 1 :]  # the links
+        for behind, _ in inputs:
+            if behind not in seen:
+                seen[behind] = None
+                todo.append(behind)
+    return Reached(*found.values())
 
 
 def may_be_counted(reached: Reached) -> bool:

@@ -47,6 +47,8 @@ class PassTable:
         self._mine: dict[int, None] = {}
         """the numbers of the passes that began here and are not over, lowest first"""
         self._by_id: dict[PassId, AnyPass] = {}
+        self.maybe = self._by_id.get
+        """the pass, if it is active here"""
         self._by_run: dict[int, AnyPass] = {}
         self._floors: dict[WorkerId, int] = {}
         self._ended: dict[WorkerId, set[int]] = {}
@@ -123,10 +125,6 @@ class PassTable:
         if worker == self._me:  # begun here: else it is in the table
             return id not in self._by_id
         return n < self._floors.get(worker, 0) or n in self._ended.get(worker, ())
-
-    def maybe(self, id: PassId) -> AnyPass | None:
-        """The pass, if it is active here."""
-        return self._by_id.get(id)
 
     def enter(self, active: AnyPass, run: int) -> None:
         """From now on the nodes of this engine run belong to this pass, unless it is over."""

@@ -68,19 +68,18 @@ class Context(msgspec.Struct, weakref=True, eq=False):
     called: set[WorkerId] = set()
     """where it was opened: the workers to tell when it is closed"""
     gradients: dict[torch.Tensor, torch.Tensor] = {}
-    _prune_at: int = _FEW_EDGES
+    prune_at: int = _FEW_EDGES
+    """so many edges sent, or received, may be many that are over"""
 
     def prune(self, edges: Edges) -> None:
-        """Forget edges that are over, if there may be many: some contexts stay open for hours."""
-        if len(self.sent) + len(self.received) < self._prune_at:
-            return
+        """Forget edges that are over: some contexts stay open for hours."""
         for n in tuple(self.sent):
             if n not in edges.sent:
                 self.sent.pop(n, None)
         for edge in tuple(self.received):
             if edge not in edges.received:
                 self.received.pop(edge, None)
-        self._prune_at = _FEW_EDGES + 2 * (len(self.sent) + len(self.received))
+        self.prune_at = _FEW_EDGES + 2 * (len(self.sent) + len(self.received))
 
     def __str__(self) -> str:
         return spoken_context(self.id)

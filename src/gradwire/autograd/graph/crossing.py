@@ -121,8 +121,7 @@ class Send(Function):
     @staticmethod
     def forward(node: Any, end: EdgeEnd, *tensors: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         """A token; the tensors are inputs only for the graph."""
-        node.end = end
-        node.set_materialize_grads(False)
+        node.end, node.materialize_grads = end, False
         return _NOTHING.detach()
 
     @staticmethod
@@ -138,9 +137,9 @@ class Recv(Function):
     def forward(node: Any, end: EdgeEnd, *inputs: torch.Tensor) -> Any:  # noqa: ANN401
         """The received tensors. `inputs` are these, then the anchor, then links."""
         node.end, node.nothing = end, (None,) * (1 + len(inputs))
-        node.set_materialize_grads(False)
-        tensors = inputs[: end.count]
-        node.mark_dirty(*tensors)  # the callee may modify in place what it received
+        node.materialize_grads = False
+        # Marked as dirty: the callee may modify in place what it received.
+        tensors = node.dirty_tensors = inputs[: end.count]
         return tensors
 
     @staticmethod
@@ -160,8 +159,7 @@ class Joined(Function):
     @staticmethod
     def forward(node: Any, *tokens: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
         """One token for all."""
-        node.set_materialize_grads(False)
-        node.count = len(tokens)
+        node.materialize_grads, node.count = False, len(tokens)
         return _NOTHING.detach()
 
     @staticmethod
@@ -229,15 +227,14 @@ def arrive(
     places, depth, lineage = crossing.tensors, crossing.depth, from_wire(crossing.lineage)
     origin = Origin(lineage, depth)
     end = EdgeEnd(engine, context, crossing.edge, peer, origin, len(places))
-    taken = [tensors[place] for place in places]
     # A Function makes a node only if an input requires a gradient. Received tensors do not, so the
     # Recv gets one more input that does. A backward() executes its accumulator and a grad() does
     # not, which tells the two apart (backward/coordinator.py).
     anchor = _NOTHING.detach().requires_grad_()
     mine = of_worker(lineage, edges.me)
     links = _links(edges, mine) if mine else ()
-    outputs = _recv(end, *taken, anchor, *links)
-    node = node_of(outputs[0])
+    outputs = _recv(end, *map(tensors.__getitem__, places), anchor, *links)
+    node: Node = outputs[0].grad_fn
     was_below = lift(node, depth)
     set_origin(node, origin)
     edges.arrived(end, node)
@@ -288,7 +285,7 @@ def _maximal(edges: Edges, left: Lineage) -> list[Sent]:
 # -- what a peer says of an edge, before anything is made of it
 
 _HINT = "detach what need not be differentiated so far back, or raise Limits(edges=…)"
-_MOST_EDGES = 1 << 48
+_EDGE_BITS = 48
 _PEERS = 8
 """Depths grow over all peers of a worker, and edges are limited by peer."""
 
@@ -301,7 +298,7 @@ def check_crossing(
     The depth most of all: a thread makes nodes until it has come as far (`lift_this_thread`).
     """
     edge, places, count, most = crossed.edge, crossed.tensors, len(tensors), _PEERS * most_edges
-    if edge.worker != peer or not 0 <= edge.n < _MOST_EDGES:
+    if edge.worker != peer or edge.n >> _EDGE_BITS:  # or negative
         raise BadMessage(f"{edge} is no edge of w{peer}")
     if not 0 < crossed.depth <= most:
         raise BadMessage(f"{edge} is {crossed.depth} deep, the limit is {most}", hint=_HINT)

@@ -22,13 +22,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import msgspec
 import numpy
 import torch
 
-from gradwire.agent.serving.peer_limits import PeerLimit
+from gradwire.agent.serving.peer_limits import PeerLimit, over
 from gradwire.autograd.graph.lineage import Lineage, meets, numbers, one, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.errors import BadMessage, PeerLost
@@ -131,7 +132,7 @@ class Edges:
         self._first = self._next = first
         self.latest_depth = 0
         """of the edges sent since the last pass"""
-        self._quota = PeerLimit("edges", most)
+        self._quota, self._most = PeerLimit("edges", most), most
         self._counting = threading.RLock()
         _open[self] = None
 
@@ -175,11 +176,13 @@ class Edges:
 
         OverLimit if its sender has too many here that are alive.
         """
-        self._quota.take(end.peer)
+        edge = end.edge
+        if not self._quota.maybe_take(end.peer):
+            raise over("edges", self._most)
         sign = node.sign_of_life = numpy.empty(0)  # type: ignore[attr-defined]
         ref = RecvRef(sign, self.dead.append)
-        ref.edge, ref.node = end.edge, weakref.ref(node)
-        self.received[end.edge] = ref
+        ref.edge, ref.node = edge, weakref.ref(node)
+        self.received[edge] = ref
 
     def unseen(self, edges: Iterable[EdgeId], sender: WorkerId) -> None:
         """A message with these edges was dropped before they became Recvs.
@@ -223,14 +226,14 @@ class Edges:
                 edge = self.dead.popleft().edge
             except IndexError:  # another thread has taken it
                 return
-            if self._forget(edge):
-                self.queued.setdefault(edge.worker, {})[edge.n] = None
+            self._ended(edge)
 
-    def _forget(self, edge: EdgeId) -> bool:
-        if self.received.pop(edge, None) is None:
-            return False  # released early, or lost with its sender
-        self._quota.give_back(edge.worker)
-        return True
+    def _ended(self, edge: EdgeId) -> None:
+        # It may have been released early, or lost with its sender.
+        if self.received.pop(edge, None) is not None:
+            sender = edge.worker
+            self._quota.give_back(sender)
+            self.queued.setdefault(sender, {})[edge.n] = None
 
     def release(self, numbers: Iterable[int], by: WorkerId) -> list[object]:
         """The receiver holds these no more: what to drop, with no lock held, as graphs die there.
@@ -244,14 +247,14 @@ class Edges:
             if sent is not None:
                 if sent.peer != by:
                     raise BadMessage(f"w{by} releases {sent.edge}, which leads to another worker")
-                found.append(sent)
+                found.append(n)
             elif n >= self._next:
                 raise BadMessage(f"w{by} releases edge {n}, which never left here")
         return self._dropped(found) if found else []
 
     def withdraw(self, edges: Iterable[EdgeId]) -> None:
         """The message of these edges never left."""
-        self._dropped([sent for edge in edges if (sent := self.sent.get(edge.n)) is not None])
+        self._dropped([edge.n for edge in edges])
 
     def release_early(self, sent: Iterable[int], received: Iterable[EdgeId]) -> list[object]:
         """The end of a context: release what was sent and received in it; returns what to drop.
@@ -260,18 +263,17 @@ class Edges:
         before, as it had lost the opener, and then the edge is in the context only here.
         """
         for edge in received:
-            if self._forget(edge):
-                self.queued.setdefault(edge.worker, {})[edge.n] = None
-        return self._dropped([self.sent[n] for n in sent if n in self.sent])
+            self._ended(edge)
+        return self._dropped(sent)
 
     def peer_lost(self, peer: WorkerId) -> list[object]:
         """It holds nothing of ours any more, and what it has sent leads nowhere."""
         self.queued.pop(peer, None)
         for edge in tuple(self.received):
-            if edge.worker == peer:
-                self._forget(edge)
-        lost = [sent for sent in tuple(self.sent.values()) if sent.peer == peer]
-        known = [*self.lost_to.items(), *[(sent.edge.n, peer) for sent in lost]]
+            if edge.worker == peer and self.received.pop(edge, None) is not None:
+                self._quota.give_back(peer)
+        lost = [n for n, sent in tuple(self.sent.items()) if sent.peer == peer]
+        known = [*self.lost_to.items(), *[(n, peer) for n in lost]]
         self.lost_to = dict(known[-_LOST_REMEMBERED:])
         return self._dropped(lost)
 
@@ -279,12 +281,12 @@ class Edges:
         """This worker shuts down."""
         _open.pop(self, None)
         self.received.clear()
-        return self._dropped(list(self.sent.values()))
+        return self._dropped(tuple(self.sent))
 
-    def _dropped(self, released: list[Sent]) -> list[object]:
-        dropped: list[object] = [s for s in released if self.sent.pop(s.edge.n, None) is not None]
+    def _dropped(self, numbers: Iterable[int]) -> list[object]:
+        dropped: list[Any] = list(filter(None, map(self.sent.pop, numbers, repeat(None))))
         if dropped and self.joins:
-            edges = union([one(sent.edge) for sent in released])
+            edges = union([one(sent.edge) for sent in dropped])
             dropped += [join for join in self.joins if meets(join.edges, edges)]
             self.joins = [join for join in self.joins if not meets(join.edges, edges)]
         if not self.sent:

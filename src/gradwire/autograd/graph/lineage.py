@@ -25,7 +25,8 @@ _IN_CHUNK = (1 << _CHUNK_BITS) - 1
 _KEY_BITS = _WORKER_BITS - _CHUNK_BITS
 _NUMBER = (1 << _WORKER_BITS) - 1
 _CHUNK_BYTES = 1 << _CHUNK_BITS - 3
-_ALL_BYTES = LAST_WORKER + 1 << _WORKER_BITS - 3
+_PLACE_BITS = LAST_WORKER.bit_length() + _WORKER_BITS - 3
+"""Of the place of a byte in that row."""
 
 
 def one(edge: EdgeId) -> Lineage:
@@ -123,8 +124,9 @@ def from_wire(sent: Wire) -> Lineage:
     lineage: Lineage = {}
     for start, data in sent.items():
         chunk, empty = divmod(start, _CHUNK_BYTES)
-        bits, fits = int.from_bytes(data, "little"), 0 <= start < _ALL_BYTES
-        if not fits or empty + len(data) > _CHUNK_BYTES or not bits or chunk in lineage:
+        bits = int.from_bytes(data, "little")
+        # A negative place is no less outside when it is shifted.
+        if start >> _PLACE_BITS or empty + len(data) > _CHUNK_BYTES or not bits or chunk in lineage:
             raise BadMessage("a lineage is malformed")
         lineage[chunk] = bits << (empty << 3)
     return lineage

@@ -11,7 +11,7 @@ them, and an edge comes by a connection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -37,6 +37,9 @@ class Releases:
 
     def __init__(self, agent: Agent, edges: Edges) -> None:
         self._agent, self._edges = agent, edges
+        self.riding_to: Callable[[WorkerId], list[int]]
+        self.riding_to = partial(edges.to_release, most=_MOST_RIDING)
+        """what a message takes along; say `rode` when it has left"""
         self._is_over = False
         self._late: set[WorkerId] = set()
         """whom the next tick tells, unless a message takes it along before"""
@@ -52,11 +55,6 @@ class Releases:
     def stop(self) -> None:
         """All programs are over: nobody needs to hear anything more, and some have left."""
         self._is_over = True
-
-    def riding_to(self, worker: WorkerId) -> list[int]:
-        """What a message takes along; say `rode` when it has left. hot: each call and answer"""
-        is_any = self._edges.dead or self._edges.queued
-        return self._edges.to_release(worker, _MOST_RIDING) if is_any else []
 
     def rode(self, worker: WorkerId, edges: Sequence[int]) -> None:
         """A message with these has left."""
