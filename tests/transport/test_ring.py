@@ -257,7 +257,7 @@ class Interrupted:
 @pytest.mark.parametrize("inner", [frame(7), frame(7, payload=10_000)], ids=["ring", "socket"])
 def test_a_send_inside_a_send_goes_first(pair, inner):
     here, there = pair
-    ring = writer_of(here)._ring
+    ring = here._shared.outgoing
     assert ring is not None
     ring.data = Interrupted(ring.data, lambda: send(here, inner))  # type: ignore[assignment]
     send(here, frame(1))

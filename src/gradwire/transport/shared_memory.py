@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, final
 
 import numpy
 import torch
@@ -51,6 +51,9 @@ from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import Memory, size_class
 from gradwire.wire.message import Buffer
+
+if TYPE_CHECKING:
+    from gradwire.transport.ring import Ring
 
 _log = logging.getLogger("gradwire")
 
@@ -234,6 +237,9 @@ class SharedMemory:
         self._numbers = count(1)
         self._is_closed = self._has_warned = False
         self._borrowed: dict[int, Block] = {}
+        self.incoming: Ring | None = None
+        self.outgoing: Ring | None = None
+        """for small frames: the peer's and the one that this end has made"""
         self.received: Received | None = None
         """the last read that received file descriptors (SCM_RIGHTS), until they are stored"""
         self.unclaimed: deque[int] = deque()
@@ -276,7 +282,7 @@ class SharedMemory:
             raise BadMessage(f"shared block {number} was reused while it was in use")
         return block.lend(length)
 
-    def adopt_ring(self, descriptor: int | None, limits: Limits) -> Block:
+    def adopt_ring(self, descriptor: int, limits: Limits) -> Block:
         """The block of the ring that the peer has announced; see ring.py."""
         self._adopt(0, descriptor, limits)
         return self._borrowed.pop(0)
@@ -289,6 +295,7 @@ class SharedMemory:
         self._is_closed = True
         self._forget()
         self._borrowed.clear()
+        self.incoming = self.outgoing = None
         while self.unclaimed:
             os.close(self.unclaimed.popleft())
 

@@ -43,7 +43,7 @@ from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits, Timeouts
 from gradwire.transport import base
 from gradwire.transport.buffer_pool import SMALL_BLOCK, BlockPool, Slab
-from gradwire.transport.ring import HEAD, RING_BYTES, TAIL, Ring, entry_bytes
+from gradwire.transport.ring import AWAKE, HEAD, RING_BYTES, TAIL, Ring, entry_bytes
 from gradwire.transport.shared_memory import ANCILLARY_ROOM, NOTE, SharedMemory
 from gradwire.transport.sockets import stream
 from gradwire.transport.sockets.writer import FrameWriter
@@ -107,7 +107,6 @@ class SocketChannel:
         self._start = self._end = 0
         self._epoch = 0  # grows when `_start` moves, or the buffer is filled from its beginning
         self._rest: _Rest | None = None  # of a frame that a reader has taken
-        self._ring: Ring | None = None  # of the peer's small frames
         self._number = 1  # of the next frame; see Note [Ring and socket]
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
@@ -117,6 +116,11 @@ class SocketChannel:
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(stall))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_timeval(stall))
+
+    @property
+    def _ring(self) -> Ring | None:
+        """Of the peer's small frames, if it uses one."""
+        return None if self._shared is None else self._shared.incoming
 
     def __repr__(self) -> str:
         return f"<SocketChannel to {self.remote}: {self._closer.close_reason or 'open'}>"
@@ -152,11 +156,11 @@ class SocketChannel:
                 while True:
                     if self._rest is not None:
                         self._read_fully(self._rest)
-                    ring = self._ring
+                    epoch, ring = self._epoch, self._ring  # first: see `_maybe_whole`
                     if ring is not None and (at := ring.next_frame(self._number)) >= 0:
-                        frame = self._maybe_in_ring(ring, at)
+                        frame = self._maybe_in_ring(epoch, ring, at)
                     elif self._start != self._end:
-                        frame = self._maybe_in_socket()
+                        frame = self._maybe_in_socket(epoch)
                     elif self._await_frame(until, done):
                         continue  # See Note [Ring and socket]: first look at the ring
                     else:
@@ -195,8 +199,10 @@ class SocketChannel:
     def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
         """Wait for the next frame: its first bytes, or its entry in the ring; False at `until`."""
         spins = until > 0 and self._spin.begin()
-        ring = self._ring
+        epoch, ring = self._epoch, self._ring
         if ring is not None and (until <= 0 or ring.is_ahead(self._number)):
+            if self._epoch != epoch:
+                return True  # an inner read has taken a frame: look again
             ring = None  # this frame comes through the socket
         while True:
             if ring is not None:
@@ -220,6 +226,8 @@ class SocketChannel:
             del stock  # see the Note; from here to the return is one step
             if self._start != self._end:
                 return True  # an inner read has left some bytes
+            if blocks and ring is not None and ring.words[AWAKE]:
+                return True  # an inner read has told the sender to use the ring again
             self._is_blocked = blocks or not self._is_plain
             self._start = self._end = 0
             if self._shared is None:
@@ -248,10 +256,9 @@ class SocketChannel:
         stream.wait_until_ready(self._sock, select.POLLIN, left if done is base.never else 0.0)
         return True
 
-    def _maybe_in_ring(self, ring: Ring, at: int) -> Frame | None:
+    def _maybe_in_ring(self, epoch: int, ring: Ring, at: int) -> Frame | None:
         """The next frame, which is at this place of the ring; None if an inner read took it."""
-        epoch = self._epoch
-        frame = self._maybe_whole(ring.data, at, RING_BYTES, ring)
+        frame = self._maybe_whole(epoch, ring.data, at, RING_BYTES, ring)
         if frame is None and self._epoch == epoch:
             try:
                 decode_prefix(ring.data, self.limits, _PLAIN_FLAGS, at)
@@ -261,24 +268,24 @@ class SocketChannel:
                 raise
         return frame
 
-    def _maybe_in_socket(self) -> Frame | None:
+    def _maybe_in_socket(self, epoch: int) -> Frame | None:
         """The next frame, some bytes of which were read ahead; None if an inner read took it."""
         if self._shared is not None and self._shared.received is not None:
             self._shared.keep_descriptors(self._shared.received)
-        frame = self._maybe_whole(self._ahead, self._start, self._end)
-        return self._maybe_read_frame() if frame is None else frame
+        frame = self._maybe_whole(epoch, self._ahead, self._start, self._end)
+        return self._maybe_read_frame(epoch) if frame is None else frame
 
     def _maybe_whole(
-        self, ahead: memoryview, start: int, end: int, ring: Ring | None = None
+        self, epoch: int, ahead: memoryview, start: int, end: int, ring: Ring | None = None
     ) -> Frame | None:
         """The next frame if the buffer has all of it and it is valid, else None.
 
         `_maybe_read_frame` handles the others, and raises what is wrong with them. The frame is
-        built before `_start` moves, so that an interrupt leaves it in the buffer.
+        built before `_start` moves, so that an interrupt leaves it in the buffer. `epoch` is from
+        before the caller read the other arguments: an inner read may have come since.
 
         hot: every small message
         """
-        epoch = self._epoch
         content = start + PREFIX.size
         if content > end:
             return None
@@ -316,10 +323,10 @@ class SocketChannel:
             ring.place = ring.words[HEAD] = place
         return frame
 
-    def _maybe_read_frame(self) -> Frame | None:
+    def _maybe_read_frame(self, epoch: int) -> Frame | None:
         """The next frame, whose first bytes are in the buffer; None if an inner read took it."""
         try:
-            return self._taken_apart()
+            return self._taken_apart(epoch)
         except BadMessage as refusal:
             self._closer.end(base.closed_here(refusal.message))
             raise
@@ -328,8 +335,7 @@ class SocketChannel:
                 self._closer.end(stream.INTERRUPTED)
             raise
 
-    def _taken_apart(self) -> Frame | None:
-        epoch = self._epoch
+    def _taken_apart(self, epoch: int) -> Frame | None:
         if not self._fill(PREFIX.size, epoch):
             return None
         try:
@@ -377,8 +383,8 @@ class SocketChannel:
         payload: tuple[memoryview, ...] = (block,) if len(block) else ()
         if self._shared is not None:
             if prefix.flags & OF_CHANNEL:
-                if note:
-                    self._ring = Ring(self._shared.adopt_ring(descriptor, self.limits))
+                if note and descriptor is not None:  # else this process has none left: no ring
+                    self._shared.incoming = Ring(self._shared.adopt_ring(descriptor, self.limits))
                 return None
             if prefix.flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True

@@ -89,7 +89,6 @@ class FrameWriter:
         self._unsent: Unsent | None = None  # a frame of which `_sent` bytes were sent
         self._sent = 0
         self._number = 0  # of the last frame that has begun; see Note [Ring and socket]
-        self._ring: Ring | None = None
         self._may_ring = shared is not None and CAN_RING
         self._is_blocked = False  # whether in a send that an inner send cannot continue
         # A TLS stream, whose progress is unknown after an interrupt.
@@ -154,7 +153,7 @@ class FrameWriter:
 
         hot: every small message
         """
-        ring = self._ring
+        ring = None if self._shared is None else self._shared.outgoing
         if ring is None:
             if self._may_ring:
                 self._maybe_make_ring(deadline)
@@ -195,8 +194,7 @@ class FrameWriter:
             self._send([prefix, note], ancillary, deadline)
         finally:
             block.close()
-        self._ring = Ring(block)
-        self._may_ring = True
+        self._shared.outgoing = Ring(block)
 
     def _send_rest(self, small: bytes, deadline: float) -> None:
         if small is _WAKE and self._unsent is not small:
