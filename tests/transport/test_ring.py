@@ -283,6 +283,64 @@ def test_a_read_inside_a_read_takes_another_frame(pair, monkeypatch):
     assert inner[1] == expected(frame(1, payload=10))
 
 
+def interrupt_once(
+    monkeypatch, owner: type, name: str, inner: Callable[[], object]
+) -> list[object]:
+    """Run `inner` on the thread that calls this method next, before the method."""
+    found: list[object] = []
+    method = getattr(owner, name)
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        monkeypatch.setattr(owner, name, method)
+        found.append(inner())
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return found
+
+
+@pytest.mark.parametrize("method", ["_maybe_whole", "_maybe_in_ring", "_maybe_in_socket"])
+def test_a_read_that_comes_before_a_frame_is_taken_does_not_take_it_twice(
+    pair, monkeypatch, method
+):
+    here, there = pair
+    large = frame(1, payload=10_000)
+    first, second = (large, frame(2)) if method == "_maybe_in_socket" else (frame(1), frame(2))
+    send(here, first, second, frame(3))
+    found = interrupt_once(monkeypatch, SocketChannel, method, lambda: take(there))
+
+    assert take(there) == expected(second)
+    assert found == [expected(first)]
+    assert take(there) == expected(frame(3))
+
+
+def test_a_read_that_comes_before_a_wait_does_not_make_it_wait_for_the_socket(pair, monkeypatch):
+    here, there = pair
+    large = frame(1, payload=10_000)
+    send(here, frame(0))
+    ring_of(there).words[AWAKE] = 1
+    is_ahead = Ring.is_ahead
+
+    def inner() -> None:
+        send(here, large, frame(2))
+        assert take(there) == expected(frame(0))
+        assert take(there) == expected(large)
+
+    taken = interrupt_once(monkeypatch, Ring, "is_ahead", inner)
+    assert there._await_frame(soon(), lambda: False)
+
+    assert taken == [None]
+    assert Ring.is_ahead is is_ahead
+    assert take(there) == expected(frame(2))
+
+
+def test_a_thread_does_not_sleep_if_an_inner_read_has_woken_the_ring(pair):
+    _, there = pair
+    ring_of(there).words[AWAKE] = 1
+
+    assert there._has_read(ring_of(there), blocks=True)
+
+
 # -- a peer that writes what no worker writes
 
 
@@ -324,6 +382,16 @@ def test_an_entry_that_is_never_next_does_not_keep_a_dead_peer_alive(pair):
 
     with pytest.raises(PeerLost, match="closed by peer"):
         there.recv()
+
+
+def test_a_ring_ends_with_its_channel(pair):
+    here, there = pair
+    here.close()
+    with pytest.raises(PeerLost):
+        there.recv()
+
+    assert here._shared.outgoing is None
+    assert there._shared.incoming is None
 
 
 def test_a_place_that_is_not_the_senders_is_not_believed(pair, monkeypatch):
