@@ -331,14 +331,13 @@ class ChannelReaders:
         """Read with the read lock held, on a thread that waits for `done`; whether it is done."""
         until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
         try:
-            while True:
+            while not done():
                 frame = reader.channel.maybe_recv(until, done)
                 if frame is None:
-                    break
+                    return done()
                 self._on_frame(reader.worker, reader.channel, frame, False)
                 reader.reads += 1  # only now, so that has_lost_a_frame notices an exception above
-                if done():
-                    return True
+            return True
         except Exception as error:  # about the channel, not this wait; a reader thread reports it
             _close_if_lost(reader, error)
         except BaseException:  # Ctrl-C in this thread; the frame may have been for another thread
