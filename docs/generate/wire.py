@@ -14,7 +14,7 @@ import gradwire  # noqa: F401  (every message is defined once this is imported)
 from docs.generate.source import field_types, field_words, markdown, table
 from gradwire.agent.links import handshake_state
 from gradwire.rpc.codec import walk
-from gradwire.transport import ring, shared_memory
+from gradwire.transport import shared_memory
 from gradwire.transport.shared_memory import MOST_BLOCKS
 from gradwire.wire import message, tensor
 from gradwire.wire.message import Message, kind_of
@@ -65,7 +65,7 @@ The limits on `head` and `payload` (`gradwire.Limits`) are checked before anythi
 
 _PREFIX_WORDS = {
     "kind": "which message; the same number is the first element of the head",
-    "flags": "bit 0: an answer; bit 1: the payload is in `content_sum`; 8 to 10: shared memory",
+    "flags": "bit 0: an answer; bit 1: the payload is in `content_sum`; 8 and 9: shared memory",
     "head_length": "bytes of the head",
     "payload_length": "bytes of the payload",
     "request": "the number of the request that this is or answers; 0: no answer is wanted",
@@ -94,18 +94,6 @@ dropped by its sender. The receiver writes {read} and, when its last tensor on t
 Both can write to a block at any time, so a worker that breaks the rules can change a tensor after
 it was received. It is a process of the same user, who could do so anyway;
 `Options(shared_memory=False)` does without.
-
-### Frames in shared memory
-
-A sender that has seen bit 8 may announce a *ring*, on x86 only: a frame with bits 9 and 10 and
-`is_new`, whose descriptor is that of a memfd as above, with {ring} bytes after the first page.
-Small frames then go through the ring while its receiver polls it. Frames of a connection are
-numbered from 1 in the order of their sending, whichever way they go; those with bit 10 count, and
-are no messages. The first page has three u64: at byte {tail} how many bytes were written, at
-{head} how many were read, at {awake} whether the receiver polls. An entry is the number of the
-frame u64, the frame, and padding to 8 bytes. If it does not fit at the end of the ring, {skip:#x}
-stands there, and the entry is at the beginning. A frame with bit 10 alone says that the ring has
-entries.
 """
 
 _LAYERS = [
@@ -185,11 +173,6 @@ def _frame() -> str:
         read=shared_memory.READ,
         gone=shared_memory.GONE,
         most=MOST_BLOCKS,
-        ring=ring.RING_BYTES,
-        tail=8 * ring.TAIL,
-        head=8 * ring.HEAD,
-        awake=8 * ring.AWAKE,
-        skip=ring.SKIP,
     )
     return f"{text}\n{table(('prefix', 'type', 'meaning'), rows)}\n\n{blocks}"
 

@@ -38,20 +38,28 @@ def fails(x):
     raise ValueError("no")
 
 
+class CompletedOnceAwaited(torch.futures.Future):
+    """Completed by another thread, on a stream of its own, once there is a callback."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.x, self.side, self.ready = x, streams.Stream(x.device), streams.Event()
+        self.ready.record(streams.current_stream(x.device))
+
+    def add_done_callback(self, callback):
+        super().add_done_callback(callback)
+        threading.Thread(target=self.complete).start()
+
+    def complete(self):
+        with streams.use_stream(self.side):
+            self.side.wait_event(self.ready)
+            self.x.record_stream(self.side)
+            self.set_result(self.x * 2)
+
+
 @gw.async_execution
 def doubled_elsewhere(x):
-    """A future that another thread completes, on a stream of its own."""
-    future, side, ready = torch.futures.Future(), streams.Stream(x.device), streams.Event()
-    ready.record(streams.current_stream(x.device))
-
-    def complete():
-        with streams.use_stream(side):
-            side.wait_event(ready)
-            x.record_stream(side)
-            future.set_result(x * 2)
-
-    threading.Thread(target=complete).start()
-    return future
+    return CompletedOnceAwaited(x)
 
 
 @pytest.fixture

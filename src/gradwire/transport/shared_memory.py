@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, final
+from typing import Any, Final, TypeAlias, cast, final
 
 import numpy
 import torch
@@ -51,9 +51,6 @@ from gradwire.options import Limits
 from gradwire.transport.base import MAX_BUFFERED_BYTES
 from gradwire.transport.buffer_pool import Memory, size_class
 from gradwire.wire.message import Buffer
-
-if TYPE_CHECKING:
-    from gradwire.transport.ring import Ring
 
 _log = logging.getLogger("gradwire")
 
@@ -92,8 +89,8 @@ class Block:
 
     def __init__(self, number: int, descriptor: int, room: int) -> None:
         self.number, self.room = number, room
-        self.memory = _mapped(descriptor, FIRST_PAGE + room)
-        self.state = self.memory.data[:1]  # one byte, which the peer may change at any time
+        self._memory = _mapped(descriptor, FIRST_PAGE + room)
+        self.state = self._memory.data[:1]  # one byte, which the peer may change at any time
         self.lease: Callable[[], Memory | None] = lambda: None
         """returns None unless the view returned by `lend`, or a slice of it, is alive"""
         # Its maker keeps it until the peer has it. A list, because a send that ends and a close of
@@ -145,16 +142,16 @@ class Block:
         for part in payload:
             end = start + len(part)
             if len(part) >= _COPIED_WITHOUT_GIL:
-                self.memory[start:end] = numpy.frombuffer(part, dtype=numpy.uint8)
+                self._memory[start:end] = numpy.frombuffer(part, dtype=numpy.uint8)
             else:
-                self.memory.data[start:end] = part
+                self._memory.data[start:end] = part
             start = end
 
     def lend(self, nbytes: int) -> memoryview:
         """The first `nbytes` of the payload; the block becomes FREE when their last view dies."""
         # A slice of a memoryview refers to the array, not to the memoryview it was sliced from. So
         # the weak reference is to the array.
-        lease = self.memory[FIRST_PAGE : FIRST_PAGE + nbytes]
+        lease = self._memory[FIRST_PAGE : FIRST_PAGE + nbytes]
         state, process = self.state, os.getpid()
 
         def free(_: object) -> None:
@@ -237,9 +234,6 @@ class SharedMemory:
         self._numbers = count(1)
         self._is_closed = self._has_warned = False
         self._borrowed: dict[int, Block] = {}
-        self.incoming: Ring | None = None
-        self.outgoing: Ring | None = None
-        """for small frames: the peer's and the one that this end has made"""
         self.received: Received | None = None
         """the last read that received file descriptors (SCM_RIGHTS), until they are stored"""
         self.unclaimed: deque[int] = deque()
@@ -282,11 +276,6 @@ class SharedMemory:
             raise BadMessage(f"shared block {number} was reused while it was in use")
         return block.lend(length)
 
-    def adopt_ring(self, descriptor: int, limits: Limits) -> Block:
-        """The block of the ring that the peer has announced; see ring.py."""
-        self._adopt(0, descriptor, limits)
-        return self._borrowed.pop(0)
-
     def close(self) -> None:
         """Forget all blocks, and make no more; tensors in them keep their memory alive.
 
@@ -295,7 +284,6 @@ class SharedMemory:
         self._is_closed = True
         self._forget()
         self._borrowed.clear()
-        self.incoming = self.outgoing = None
         while self.unclaimed:
             os.close(self.unclaimed.popleft())
 

@@ -7,9 +7,8 @@
     payload  tensor bytes, each tensor aligned to 64; absent when the length is 0
 
 `request` matches an answer to its request; 0 means that no answer is expected. Bit 0 of `flags`
-marks an answer. Bits 8 to 10 are used by unix channels: the sender of bit 8 can read payloads from
-shared memory, bit 9 says that this payload lies there (transport/shared_memory.py), and bit 10 that
-the frame is no message but one that the channel sends for itself (transport/ring.py). The other
+marks an answer. Bits 8 and 9 are used by unix channels (transport/shared_memory.py): the sender of
+bit 8 can read payloads from shared memory, and bit 9 says that this payload lies there. The other
 bits must be 0.
 
 Checksums are CRC-32. The content checksum covers the head and, if bit 1 of `flags` is set, also the
@@ -49,7 +48,6 @@ IS_ANSWER = 1
 SUMS_PAYLOAD = 1 << 1
 TAKES_BLOCKS = 1 << 8
 IN_BLOCK = 1 << 9
-OF_CHANNEL = 1 << 10
 
 Buffer = bytes | bytearray | memoryview
 

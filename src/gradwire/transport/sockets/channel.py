@@ -43,14 +43,12 @@ from gradwire.errors import BadMessage, PeerLost
 from gradwire.options import Limits, Timeouts
 from gradwire.transport import base
 from gradwire.transport.buffer_pool import SMALL_BLOCK, BlockPool, Slab
-from gradwire.transport.ring import AWAKE, HEAD, RING_BYTES, TAIL, Ring, entry_bytes
 from gradwire.transport.shared_memory import ANCILLARY_ROOM, NOTE, SharedMemory
 from gradwire.transport.sockets import stream
 from gradwire.transport.sockets.writer import FrameWriter
 from gradwire.wire.message import (
     IN_BLOCK,
     IS_ANSWER,
-    OF_CHANNEL,
     PREFIX,
     SUMS_PAYLOAD,
     TAKES_BLOCKS,
@@ -102,25 +100,18 @@ class SocketChannel:
         flags = (TAKES_BLOCKS if shared else 0) | (SUMS_PAYLOAD if checksum else 0)
         writer = FrameWriter(sock, self._closer, remote, stall=stall, flags=flags, shared=shared)
         self.send, self.send_raw = writer.send, writer.send_raw
-        self._known_flags = _PLAIN_FLAGS | (IN_BLOCK | OF_CHANNEL if shared else 0)
+        self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
         self._ahead = self._usual = memoryview(bytearray(_READ_AHEAD))
         self._start = self._end = 0
         self._epoch = 0  # grows when `_start` moves, or the buffer is filled from its beginning
         self._rest: _Rest | None = None  # of a frame that a reader has taken
-        self._number = 1  # of the next frame; see Note [Ring and socket]
         self._is_blocked = False
         self._is_plain = isinstance(sock, socket.socket)
         self._slab, self._spin = Slab(), stream.Spin()
-        self._is_readable = stream.readable_now(sock)  # used with a ring only
         self._read_first = self._reading(self._usual)
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, as_timeval(stall))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, as_timeval(stall))
-
-    @property
-    def _ring(self) -> Ring | None:
-        """Of the peer's small frames, if it uses one."""
-        return None if self._shared is None else self._shared.incoming
 
     def __repr__(self) -> str:
         return f"<SocketChannel to {self.remote}: {self._closer.close_reason or 'open'}>"
@@ -156,15 +147,13 @@ class SocketChannel:
                 while True:
                     if self._rest is not None:
                         self._read_fully(self._rest)
-                    epoch, ring = self._epoch, self._ring  # first: see `_maybe_whole`
-                    if ring is not None and (at := ring.next_frame(self._number)) >= 0:
-                        frame = self._maybe_in_ring(epoch, ring, at)
-                    elif self._start != self._end:
-                        frame = self._maybe_in_socket(epoch)
-                    elif self._await_frame(until, done):
-                        continue  # See Note [Ring and socket]: first look at the ring
-                    else:
+                    if self._start == self._end and not self._await_frame(until, done):
                         return None
+                    if self._shared is not None and self._shared.received is not None:
+                        self._shared.keep_descriptors(self._shared.received)
+                    frame = self._maybe_whole()
+                    if frame is None:
+                        frame = self._maybe_read_frame()
                     if frame is not None:
                         return frame
         finally:
@@ -197,55 +186,40 @@ class SocketChannel:
         return bytes(data)
 
     def _await_frame(self, until: float, done: Callable[[], bool]) -> bool:
-        """Wait for the next frame: its first bytes, or its entry in the ring; False at `until`."""
+        """Read ahead the first bytes of a frame; False if there are none by `until`."""
         spins = until > 0 and self._spin.begin()
-        epoch, ring = self._epoch, self._ring
-        if ring is not None and (until <= 0 or ring.is_ahead(self._number)):
-            if self._epoch != epoch:
-                return True  # an inner read has taken a frame: look again
-            ring = None  # this frame comes through the socket
         while True:
-            if ring is not None:
-                spins = spins and self._spin.wait_for_entry(ring, self._is_readable, done)
-                if ring.words[TAIL] != ring.place or not (spins or ring.may_sleep()):
-                    break
-            if self._has_read(ring, blocks=not spins and until == math.inf):
+            blocks = not spins and until == math.inf
+            reads = map(self._read_first, _PATIENTLY if blocks else _AT_ONCE)
+            try:
+                stock = ((self, self, self), (self, self, self, self), [self])
+                del stock  # see the Note; from here to `break` is one step
+                if self._start != self._end:
+                    break  # an inner read has left some bytes
+                self._is_blocked = blocks or not self._is_plain
+                self._start = self._end = 0
+                if self._shared is None:
+                    (self._end,) = reads
+                else:
+                    (first,) = reads
+                    self._end = first[0]
+                    if first[1]:
+                        self._shared.received = first
+                self._epoch += 1
+                if self._end == 0:
+                    self._closer.fail(base.CLOSED_BY_PEER)
                 break
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._closer.fail(stream.close_reason_of(error), error)
+            finally:
+                self._is_blocked = False
             spins = spins and not done() and self._spin.should_continue()
             if not spins and not self._wait_for_bytes(until, done):
                 return self._start != self._end
         if spins:
             self._spin.found()
-        return True
-
-    def _has_read(self, ring: Ring | None, *, blocks: bool) -> bool:
-        """Read ahead what the kernel has of a frame; False if nothing."""
-        reads = map(self._read_first, _PATIENTLY if blocks else _AT_ONCE)
-        try:
-            stock = ((self, self, self), (self, self, self, self), [self])
-            del stock  # see the Note; from here to the return is one step
-            if self._start != self._end:
-                return True  # an inner read has left some bytes
-            if blocks and ring is not None and ring.words[AWAKE]:
-                return True  # an inner read has told the sender to use the ring again
-            self._is_blocked = blocks or not self._is_plain
-            self._start = self._end = 0
-            if self._shared is None:
-                (self._end,) = reads
-            else:
-                (first,) = reads
-                self._end = first[0]
-                if first[1]:
-                    self._shared.received = first
-            self._epoch += 1
-            if self._end == 0 and (ring is None or ring.words[TAIL] == ring.place):
-                self._closer.fail(base.CLOSED_BY_PEER)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._closer.fail(stream.close_reason_of(error), error)
-        finally:
-            self._is_blocked = False
         return True
 
     def _wait_for_bytes(self, until: float, done: Callable[[], bool]) -> bool:
@@ -256,45 +230,25 @@ class SocketChannel:
         stream.wait_until_ready(self._sock, select.POLLIN, left if done is base.never else 0.0)
         return True
 
-    def _maybe_in_ring(self, epoch: int, ring: Ring, at: int) -> Frame | None:
-        """The next frame, which is at this place of the ring; None if an inner read took it."""
-        frame = self._maybe_whole(epoch, ring.data, at, RING_BYTES, ring)
-        if frame is None and self._epoch == epoch:
-            try:
-                decode_prefix(ring.data, self.limits, _PLAIN_FLAGS, at)
-                raise BadMessage("a frame in a ring is not whole, or has a wrong checksum")
-            except BadMessage as refusal:
-                self._closer.end(base.closed_here(refusal.message))
-                raise
-        return frame
-
-    def _maybe_in_socket(self, epoch: int) -> Frame | None:
-        """The next frame, some bytes of which were read ahead; None if an inner read took it."""
-        if self._shared is not None and self._shared.received is not None:
-            self._shared.keep_descriptors(self._shared.received)
-        frame = self._maybe_whole(epoch, self._ahead, self._start, self._end)
-        return self._maybe_read_frame(epoch) if frame is None else frame
-
-    def _maybe_whole(
-        self, epoch: int, ahead: memoryview, start: int, end: int, ring: Ring | None = None
-    ) -> Frame | None:
+    def _maybe_whole(self) -> Frame | None:
         """The next frame if the buffer has all of it and it is valid, else None.
 
         `_maybe_read_frame` handles the others, and raises what is wrong with them. The frame is
-        built before `_start` moves, so that an interrupt leaves it in the buffer. `epoch` is from
-        before the caller read the other arguments: an inner read may have come since.
+        built before `_start` moves, so that an interrupt leaves it in the buffer.
 
         hot: every small message
         """
+        epoch = self._epoch
+        ahead, start = self._ahead, self._start
         content = start + PREFIX.size
-        if content > end:
+        if content > self._end:
             return None
         numbers = PREFIX.unpack_from(ahead, start)
         kind, flags, head_length, payload_length, request, content_sum, prefix_sum = numbers
         body = content + head_length
         after = body + payload_length
         if (
-            after > end
+            after > self._end
             or payload_length > SMALL_BLOCK
             or flags & ~_PLAIN_FLAGS
             or head_length > self.limits.head
@@ -307,26 +261,23 @@ class SocketChannel:
             return None
         payload: tuple[memoryview, ...] = ()
         if payload_length:
-            payload = (self._slab.take(payload_length),)
-            payload[0][:] = ahead[body:after]
+            block = self._slab.take(payload_length)
+            block[:] = ahead[body:after]
+            payload = (block,)
         if flags & TAKES_BLOCKS and self._shared is not None:
             self._shared.peer_takes_blocks = True
         frame = Frame(kind, flags & IS_ANSWER, request, head, payload)
-        place = 0 if ring is None else ring.place + entry_bytes(after - start)
         if self._epoch != epoch:  # an inner read has taken it
             return None
         self.frames_received += 1
-        self._number, self._epoch = self._number + 1, epoch + 1
-        if ring is None:
-            self._start = after
-        else:
-            ring.place = ring.words[HEAD] = place
+        self._epoch = epoch + 1
+        self._start = after
         return frame
 
-    def _maybe_read_frame(self, epoch: int) -> Frame | None:
+    def _maybe_read_frame(self) -> Frame | None:
         """The next frame, whose first bytes are in the buffer; None if an inner read took it."""
         try:
-            return self._taken_apart(epoch)
+            return self._taken_apart()
         except BadMessage as refusal:
             self._closer.end(base.closed_here(refusal.message))
             raise
@@ -335,7 +286,8 @@ class SocketChannel:
                 self._closer.end(stream.INTERRUPTED)
             raise
 
-    def _taken_apart(self, epoch: int) -> Frame | None:
+    def _taken_apart(self) -> Frame | None:
+        epoch = self._epoch
         if not self._fill(PREFIX.size, epoch):
             return None
         try:
@@ -363,8 +315,8 @@ class SocketChannel:
             return None
         # Take the frame in one step: from here on an inner read first reads the rest of its
         # payload, and then returns the next frame.
-        self.frames_received += not prefix.flags & OF_CHANNEL
-        self._number, self._epoch = self._number + 1, epoch + 1
+        self.frames_received += 1
+        self._epoch = epoch + 1
         self._rest = rest
         if self._ahead is self._usual:
             self._start += ahead
@@ -379,13 +331,9 @@ class SocketChannel:
 
     def _made(
         self, prefix: Prefix, head: bytes, note: bytes, block: memoryview, descriptor: int | None
-    ) -> Frame | None:
+    ) -> Frame:
         payload: tuple[memoryview, ...] = (block,) if len(block) else ()
         if self._shared is not None:
-            if prefix.flags & OF_CHANNEL:
-                if note and descriptor is not None:  # else this process has none left: no ring
-                    self._shared.incoming = Ring(self._shared.adopt_ring(descriptor, self.limits))
-                return None
             if prefix.flags & TAKES_BLOCKS:
                 self._shared.peer_takes_blocks = True
             if note:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast, final
 from gradwire.errors import DeadlinePassed, PeerLost
 from gradwire.threads import FORKED, call_after_fork, renew_after_fork
 from gradwire.transport.base import CLOSED_BY_PEER, Channel, closed_here
-from gradwire.transport.ring import AWAKE, TAIL, Ring
 
 if TYPE_CHECKING:
     from gradwire.transport.tls_session import TlsStream
@@ -28,7 +27,6 @@ SocketLike: TypeAlias = "socket.socket | TlsStream"
 _LONGEST_WAIT: Final = 86400.0
 _BACKLOG: Final = 1024
 _OUT_OF_HANDLES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_LOOKS = range(16)
 SPIN_SECONDS: Final = 1e-3
 _DESCHEDULED_SECONDS: Final = 500e-6
 _REST_SECONDS: Final = 0.02
@@ -98,24 +96,6 @@ def wait_until_ready(sock: SocketLike, event: int, seconds: float) -> bool:
     poller = select.poll()
     poller.register(sock, event)
     return bool(poller.poll(1 + int(1000 * min(seconds, _LONGEST_WAIT))))
-
-
-def readable_now(sock: SocketLike) -> Callable[[], bool]:
-    """Returns whether there are bytes to read, or the end of the stream; for one thread at a time.
-
-    A read that finds nothing raises, which takes several times as long.
-    """
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    poll = poller.poll
-
-    def is_readable() -> bool:
-        try:
-            return bool(poll(0))
-        except RuntimeError:  # a signal handler has interrupted this very poll: let it read
-            return True
-
-    return is_readable
 
 
 def seconds_until(deadline: float) -> float:
@@ -246,25 +226,6 @@ class Spin:
         """Start a spin; returns whether to spin at all."""
         now = self._began = self._last = self._now()
         return now >= self._rests_until
-
-    def wait_for_entry(
-        self, ring: Ring, is_readable: Callable[[], bool], done: Callable[[], bool]
-    ) -> bool:
-        """Look at an empty ring until it has an entry, or the socket has bytes; False at the end.
-
-        hot: each message, while the peer works
-        """
-        words, place = ring.words, ring.place
-        words[AWAKE] = 1
-        while True:
-            for _ in _LOOKS:
-                if words[TAIL] != place:
-                    return True
-            # A system call now and then: other threads need the interpreter.
-            if is_readable():
-                return True
-            if done() or not self.should_continue():
-                return False
 
     def should_continue(self) -> bool:
         """Whether to poll once more. If not, disable spinning, with exponential backoff."""

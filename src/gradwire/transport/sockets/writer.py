@@ -26,30 +26,9 @@ from gradwire import threads
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.threads import taking
 from gradwire.transport.base import send_timed_out
-from gradwire.transport.buffer_pool import SMALL_BLOCK
-from gradwire.transport.ring import (
-    AWAKE,
-    CAN_RING,
-    HEAD,
-    NUMBER_BYTES,
-    RING_BYTES,
-    SKIP,
-    TAIL,
-    Ring,
-    entry_bytes,
-)
-from gradwire.transport.shared_memory import Ancillary, SharedMemory, make_block
+from gradwire.transport.shared_memory import Ancillary, SharedMemory
 from gradwire.transport.sockets import stream
-from gradwire.wire.message import (
-    IN_BLOCK,
-    OF_CHANNEL,
-    SMALL,
-    Buffer,
-    Frame,
-    encode_prefix,
-    maybe_small,
-    pack_prefix,
-)
+from gradwire.wire.message import IN_BLOCK, SMALL, Buffer, Frame, encode_prefix, maybe_small
 
 _MOST_PARTS: Final = 1024
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -57,8 +36,6 @@ _PATIENTLY: Final = int(socket.MSG_NOSIGNAL)
 _AT_ONCE_: Final = (_AT_ONCE,)
 # How long a thread waits for a send lock before it releases those that it holds.
 _CONTENDED_SECONDS: Final = 0.05
-_RING_AFTER: Final = 8  # frames; a channel that is hardly used needs no ring
-_WAKE: Final = pack_prefix(0, OF_CHANNEL, 0, 0, 0)
 
 _writers: WeakValueDictionary[int, FrameWriter] = WeakValueDictionary()
 """all of this process, in the order in which a thread reacquires several send locks"""
@@ -88,8 +65,6 @@ class FrameWriter:
         self._sender = 0  # the thread that holds the send lock
         self._unsent: Unsent | None = None  # a frame of which `_sent` bytes were sent
         self._sent = 0
-        self._number = 0  # of the last frame that has begun; see Note [Ring and socket]
-        self._may_ring = shared is not None and CAN_RING
         self._is_blocked = False  # whether in a send that an inner send cannot continue
         # A TLS stream, whose progress is unknown after an interrupt.
         self._is_opaque = not isinstance(sock, socket.socket)
@@ -112,9 +87,23 @@ class FrameWriter:
             return
         self._sender = me
         try:
-            small = self._after_ring(small, deadline)
-            if small and not self._has_sent(small):
-                self._send_rest(small, deadline)
+            try:
+                sends = map(self._sock.send, (small,), _AT_ONCE_)
+                stock = (small, sends)
+                del stock  # the send reuses these tuples: see Note [Reading inside a read]
+                if self._closer.close_reason is None and self._unsent is None:
+                    self._is_blocked = self._is_opaque
+                    (sent,) = sends
+                    self._is_blocked = False
+                    if sent == len(small):
+                        return
+                    self._sent, self._unsent = sent, small
+            except BlockingIOError:
+                self._is_blocked = False
+            except BaseException as error:
+                self._failed_midway(error)
+                raise
+            self._send_rest(small, deadline)
         finally:
             # As in `_release`; but a KeyboardInterrupt may come when a function is entered, before
             # its first line, and then the lock would never be released.
@@ -127,78 +116,7 @@ class FrameWriter:
             else:
                 self._release()
 
-    def _has_sent(self, small: bytes) -> bool:
-        """Begin a frame, unless another has to be finished first; whether all of it was sent."""
-        try:
-            sends = map(self._sock.send, (small,), _AT_ONCE_)
-            stock = (small, sends)
-            del stock  # the send reuses these tuples: see Note [Reading inside a read]
-            if self._closer.close_reason is None and self._unsent is None:
-                self._is_blocked = self._is_opaque
-                (sent,) = sends
-                self._is_blocked = False
-                self._number += 1
-                if sent == len(small):
-                    return True
-                self._sent, self._unsent = sent, small
-        except BlockingIOError:
-            self._is_blocked = False
-        except BaseException as error:
-            self._failed_midway(error)
-            raise
-        return False
-
-    def _after_ring(self, frame: bytes, deadline: float) -> bytes:
-        """Send a frame by the ring. Returns what remains to be sent by the socket, if anything.
-
-        hot: every small message
-        """
-        ring = None if self._shared is None else self._shared.outgoing
-        if ring is None:
-            if self._may_ring:
-                self._maybe_make_ring(deadline)
-            return frame
-        words, size = ring.words, entry_bytes(len(frame))
-        while words[AWAKE] and len(frame) <= SMALL_BLOCK and self._closer.close_reason is None:
-            number, place = self._number + 1, ring.place
-            at = place % RING_BYTES
-            begins = place if at + size <= RING_BYTES else place - at + RING_BYTES
-            end = begins + size
-            if not 0 < end - words[HEAD] <= RING_BYTES:
-                break
-            if begins != place:
-                ring.numbers[at >> 3] = SKIP
-                at = 0
-            ring.numbers[at >> 3] = number
-            at += NUMBER_BYTES
-            ring.data[at : at + len(frame)] = frame
-            # One step, unless an inner send has begun another frame: then write it again.
-            if self._number + 1 == number:
-                self._number = number
-                ring.place = words[TAIL] = end
-                return b"" if ring.is_watched() else _WAKE
-        return frame
-
-    def _maybe_make_ring(self, deadline: float) -> None:
-        """Make a ring and announce it, once enough frames were sent to make it worth while."""
-        if self._shared is None or not self._shared.peer_takes_blocks or self._number < _RING_AFTER:
-            return
-        self._may_ring = False
-        try:
-            block = make_block(0, RING_BYTES)
-        except OSError:  # no memory: the socket does as well
-            return
-        try:
-            prefix = pack_prefix(0, OF_CHANNEL | IN_BLOCK, 0, RING_BYTES, 0)
-            note, ancillary = block.announced()
-            self._send([prefix, note], ancillary, deadline)
-        finally:
-            block.close()
-        self._shared.outgoing = Ring(block)
-
     def _send_rest(self, small: bytes, deadline: float) -> None:
-        if small is _WAKE and self._unsent is not small:
-            return  # the kernel has bytes for the receiver, which wake it as well
         if self._unsent is small:
             self._finish_by(deadline, small)
         else:
@@ -222,7 +140,6 @@ class FrameWriter:
     def send_raw(self, data: bytes, deadline: float) -> None:
         """See `Channel.send_raw`."""
         self._transmit([data], (), deadline)
-        self._number = 0  # this was no frame, and none was sent before
 
     def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
         """Send the buffers as one unit."""
@@ -386,7 +303,6 @@ class FrameWriter:
             self._is_blocked = self._is_opaque or flags == _PATIENTLY
             (count,) = sends
             self._is_blocked = False
-            self._number += begun is None
             self._sent = sent + count
             self._unsent = None if count == length else begun or parts
         except BlockingIOError:
