@@ -241,9 +241,9 @@ def _maybe_encode_plain(tensor: Tensor, payload: _Payload) -> TensorHeader | Non
     code = _PLAIN_CODES.get(tensor.dtype)
     if code is None or type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
         return None
-    if not tensor.is_cpu:  # a meta tensor has a header only
+    if not tensor.is_cpu or tensor.is_nested:
         return None
-    shape = tuple(tensor.shape) if not tensor.is_nested else (0,)
+    shape = tuple(tensor.shape)
     if 0 in shape or (1 in shape and len(shape) > 1) or not tensor.is_contiguous():
         return None
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
