@@ -28,7 +28,6 @@ from gradwire.agent.requests.promise import Pending, Promise
 from gradwire.autograd import messages as autograd_messages
 from gradwire.autograd.messages import (
     Crossing,
-    Forget,
     Gradients,
     PassEnded,
     Release,
@@ -200,8 +199,7 @@ def examples() -> list[Message]:
         Gradients(PassId(0, 1), EdgeId(1, 0), [True], headers, [crossing]),
         RunDone(PassId(1, 1), True),
         PassEnded(PassId(0, 1), None),
-        Release([0]),
-        Forget(context),
+        Release([0, ~1]),
         agent_messages.Failure("builtins:ValueError", "text", None, "", "w0"),
         agent_messages.Done(),
     ]

@@ -244,11 +244,15 @@ def _maybe_encode_plain(tensor: Tensor, payload: _Payload) -> TensorHeader | Non
     if not tensor.is_cpu or tensor.is_nested:
         return None
     shape = tuple(tensor.shape)
-    if 0 in shape or (1 in shape and len(shape) > 1) or not tensor.is_contiguous():
+    if 0 in shape or (1 in shape and len(shape) > 1):
         return None
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_inference():
         flags |= INFERENCE
+    if not tensor.is_contiguous():
+        if any(tensor.stride()) or flags:
+            return None
+        tensor = tensor.contiguous()  # one value for all, as the gradient of a sum is
     return TensorHeader(code, shape, payload.append(tensor), flags)
 
 
