@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -70,5 +71,24 @@ def what_is_left(workers: int) -> str | None:
         if left != before:
             before, since = left, time.monotonic()
         elif time.monotonic() > since + SECONDS:
-            return "; ".join(f"{worker}: {said}" for worker, said in left.items())
+            return "; ".join(f"{worker}: {said}" for worker, said in left.items()) + held_by()
         rounds += 1
+
+
+def held_by(levels: int = 5) -> str:
+    """Who holds the nodes that are left, as far as Python knows: for whoever looks into a leak."""
+    nodes = [alive for alive in gc.get_objects() if type(alive) in _NODES.values()]
+    known, said = {id(nodes)}, []
+    for _ in range(levels):
+        holders = [h for h in gc.get_referrers(*nodes) if id(h) not in known] if nodes else []
+        nodes = [h for h in holders if inspect.currentframe() is not h]
+        known.update(map(id, (holders, nodes, *nodes)))
+        said.append(", ".join(sorted({_short(holder) for holder in nodes})))
+    return "; held by " + " <- ".join(said)
+
+
+def _short(holder: object) -> str:
+    if inspect.isframe(holder):
+        return f"{holder.f_code.co_qualname}:{holder.f_lineno}"
+    keys = list(holder)[:4] if isinstance(holder, dict) else ""
+    return f"{type(holder).__name__}{keys}"

@@ -525,6 +525,30 @@ def test_a_graph_through_a_lost_worker_raises_and_names_the_edge_and_the_worker(
         assert_nothing_left(rest)
 
 
+def kept_over(path, x):
+    """The owner keeps the result: the caller fetches it from there."""
+    return gw.remote(path[0], weighted, args=(weighted(x),))
+
+
+def test_a_graph_that_two_others_have_lost_each_other_in_names_them(workers):
+    """The connection of w1 and w2 is lost, w0 has lost nobody, and w1 releases what came of it."""
+
+    def program():
+        x = number()
+        y = gw.rpc_sync("w1", kept_over, args=(["w2"], x)).to_here()
+        agent = workers[1].worker.agent
+        agent._lost(2, PeerLost("the connection was reset"), None)
+        sent = workers[0].worker.engine.edges.sent
+        assert eventually(lambda: not [edge for edge in sent.values() if edge.peer == 1])
+        with pytest.raises(PeerLost, match=r"e0\.\d+ was dropped here: w1 or w2 has lost a worker"):
+            y.sum().backward()
+        assert x.grad is None
+
+    with cluster(3, expose=[HERE]) as workers:
+        workers[0].run(program)
+        assert_nothing_left(workers)
+
+
 # -- a release that does not leave
 
 

@@ -140,7 +140,7 @@ class Coordinator:
         """
         theirs, needed = by_worker(edges), None
         mine = theirs.pop(self._me, NOTHING)
-        sends = self._edges.sends_in(mine, self._agent.directory.name)
+        sends = self._edges.sends_in(mine, theirs, self._agent.directory.name)
         if is_partial:
             mine = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
             needed = to_wire(mine)

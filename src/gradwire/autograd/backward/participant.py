@@ -133,7 +133,8 @@ class Participant:
 
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
         active.mine = of_worker(from_wire(start.edges), self._edges.me)
-        sends = self._edges.sends_in(active.mine, self._agent.directory.name)
+        coordinator = (active.id.worker,)
+        sends = self._edges.sends_in(active.mine, coordinator, self._agent.directory.name)
         if start.needed is not None:
             needed = from_wire(start.needed)
             sends = [sent for sent in sends if meets(sent.lineage, needed)]

@@ -147,21 +147,33 @@ class Edges:
         """Whether an edge of this number was made, by this incarnation."""
         return self._first <= n < self._next
 
-    def sends_in(self, mine: Lineage, name: Callable[[WorkerId], str]) -> list[Sent]:
-        """These edges of this worker; PeerLost if one was released. `name` is the directory's."""
+    def sends_in(
+        self, mine: Lineage, others: Iterable[WorkerId], name: Callable[[WorkerId], str]
+    ) -> list[Sent]:
+        """These edges of this worker; PeerLost if one was released.
+
+        `others` are the other workers of the pass, `name` is the directory's.
+        """
         found = []
         for n in numbers(mine):
             sent = self.sent.get(n)
             if sent is None:
-                peer = self.lost_to.get(n)
-                lost = "the worker it leads to" if peer is None else name(peer)
-                raise PeerLost(
-                    f"{EdgeId(self.me, n)} was dropped here: {lost} was lost"
-                    + (", or the context that it was made in is closed" if peer is None else ""),
-                    hint="compute what depends on it again",
-                ).about("" if peer is None else lost, phase="backward")
+                raise self._released(EdgeId(self.me, n), others, name)
             found.append(sent)
         return found
+
+    def _released(
+        self, edge: EdgeId, others: Iterable[WorkerId], name: Callable[[WorkerId], str]
+    ) -> PeerLost:
+        peer = self.lost_to.get(edge.n)
+        if peer is not None:
+            lost = name(peer)
+            why = f"{lost} was lost"
+        else:  # its receiver has released it, as it has lost what came of it
+            lost = " or ".join(map(name, sorted(others)))
+            why = f"{lost} has lost a worker, or the context that it was made in is closed"
+        again = "compute what depends on it again"
+        return PeerLost(f"{edge} was dropped here: {why}", hint=again).about(lost, phase="backward")
 
     def next_depth(self, below: int) -> int:
         """The depth of a new edge that depends on others down to `below`.
