@@ -169,10 +169,14 @@ class Engine:
             check_order(self.edges, end, active.edges_sent)
             has_come = partial(active.has_come, edge)
             self._agent.wait(end.peer, has_come, partial(active.await_edge, edge))
-        message, payload = active.take_gradients(edge)
-        present = self._decode_gradients(active, message, payload, end)
-        if message.crossings:
-            self.attach_recv(end.context, end.peer, message.crossings, present)
+        message, payload, _ = active.take_gradients(edge)
+        try:
+            present = self._decode_gradients(active, message, payload, end)
+            if message.crossings:
+                self.attach_recv(end.context, end.peer, message.crossings, present)
+        except BaseException:
+            self.passes.drop(message, end.peer)
+            raise
         if len(present) == len(message.present):
             return present
         came = iter(present)
@@ -260,9 +264,7 @@ class Engine:
         pass_id, passes = message.pass_id, self.passes
         active = passes.maybe(pass_id) or passes.heard_of(pass_id) if is_there else None
         if active is None:
-            self.drop_crossings(message.crossings, source.worker)
-            if not arrive_on_cpu(message.tensors):
-                self.devices.drop(message.tensors, source.worker)
+            passes.drop(message, source.worker)
             self._agent.events.emit("late", edge)
             self._agent.noting.came_late(source.worker)
             return
@@ -270,8 +272,9 @@ class Engine:
             name = self._agent.directory.name(source.worker)
             twice = BadMessage(f"{edge} was settled twice in {active.id} by {name}")
             active.fail(twice.about(name, phase="backward"))
+            passes.drop(message, source.worker)
             return
-        active.settle(message, payload)
+        passes.settle(active, message, payload, source.worker)
         if message.last:
             active.worker_done(source.worker, has_changed=message.has_changed)
 

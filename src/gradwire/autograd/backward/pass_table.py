@@ -17,14 +17,17 @@ from typing import final
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.devices.links import DeviceLinks
+from gradwire.agent.serving.dispatch import Payload
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, ParticipantPass
 from gradwire.autograd.backward.engine_run import enter_if_begun
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import Lineage
+from gradwire.autograd.messages import Gradients
 from gradwire.errors import ContextClosed, OverLimit, PeerLost
 from gradwire.ids import PassId, WorkerId, first_of
 from gradwire.options import Timeout
+from gradwire.wire.tensor import arrive_on_cpu
 
 
 @final
@@ -153,8 +156,34 @@ class PassTable:
             elif id.n >= self._floors.get(id.worker, 0):
                 self._ended.setdefault(id.worker, set()).add(id.n)
         self._edges.latest_depth = 0  # what is sent from now on is for the next pass
-        if active.inbox and active.drop_inbox(self._devices):
-            self._timer.need(self._clock.now())  # their senders are told
+        self._drop_inbox(active)
+
+    def settle(
+        self, active: AnyPass, message: Gradients, payload: Payload, sender: WorkerId
+    ) -> None:
+        """Settle an edge of a pass; its Send takes the gradients, or they are dropped."""
+        if not active.settle(message, payload, sender):
+            self.drop(message, sender)
+        elif self._by_id.get(active.id) is not active:
+            self._drop_inbox(
+                active
+            )  # it has ended meanwhile, perhaps before they were in the inbox
+
+    def _drop_inbox(self, active: AnyPass) -> None:
+        while active.inbox:
+            try:
+                _, (message, _, sender) = active.inbox.popitem()  # one step: another may drop too
+            except KeyError:
+                return
+            self.drop(message, sender)
+
+    def drop(self, message: Gradients, sender: WorkerId) -> None:
+        """No Send takes these gradients: release the edges and the blocks that came with them."""
+        if message.crossings:
+            self._edges.unseen([crossing.edge for crossing in message.crossings], sender)
+            self._timer.need(self._clock.now())  # the sender is told
+        if not arrive_on_cpu(message.tensors):
+            self._devices.drop(message.tensors, sender)
 
     def coordinated_by(self, worker: WorkerId) -> list[ParticipantPass]:
         """The passes in which this worker takes part and which began on that one."""

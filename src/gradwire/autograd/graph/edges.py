@@ -171,7 +171,7 @@ class Edges:
             why = f"{lost} was lost"
         else:  # its receiver has released it, as it has lost what came of it
             lost = " or ".join(map(name, sorted(others)))
-            why = f"{lost} has lost a worker, or the context that it was made in is closed"
+            why = f"{lost} was lost, or has lost a worker, or its context is closed"
         again = "compute what depends on it again"
         return PeerLost(f"{edge} was dropped here: {why}", hint=again).about(lost, phase="backward")
 

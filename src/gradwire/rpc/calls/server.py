@@ -145,7 +145,7 @@ class CallServer:
             self._answer_value(source, value, call.context, deadline, ())
 
     def _refuse(self, call: Call, source: Source) -> None:
-        """Drop the references and edges of a call that was cancelled before it began."""
+        """Drop the references and edges of a call that was cancelled or refused before it began."""
         self._refs.release(call.body.references)
         self._engine.releases.heard(call.body.released, source.worker)
         self._engine.drop_crossings(call.body.crossings, source.worker)
@@ -160,7 +160,7 @@ class CallServer:
             self._refs.check_limit(source.worker)
             promise = self._refs.creation_arrived(keep.ref, keep.fork, source)
         except GradwireError:
-            self._refs.release(call.body.references)
+            self._refuse(call, source)
             raise
         is_repeatable = call.draws is not None  # its draws are known only when the value is made
         at_once = not self._behavior.answers_when_made and not is_repeatable
@@ -208,6 +208,10 @@ class CallServer:
                 return result(call, payload, source, deadline)
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return result(call, payload, source, deadline)
+        except BaseException:
+            if call.body.crossings:  # it may have raised before all of them were Recvs
+                self._engine.drop_crossings(call.body.crossings, source.worker)
+            raise
         finally:
             scope.leave()
 

@@ -219,13 +219,13 @@ class BodyCodec:
         For `is_answered` see Note [An answer accepts], refs/exchange.py.
         """
         came = None  # held here: what the value does not use of it ends with this function
-        if body.references:
-            came = self._refs.unpacking(body.references, source, is_answered=is_answered)
-        if not (headers := body.tensors):
-            return DecodedBody(self._decode_value(body.data, (), came))
         crossings: Sequence[Crossing] = body.crossings
-        on_cpu = arrive_on_cpu(headers)
         try:
+            if body.references:
+                came = self._refs.unpacking(body.references, source, is_answered=is_answered)
+            if not (headers := body.tensors):
+                return DecodedBody(self._decode_value(body.data, (), came))
+            on_cpu = arrive_on_cpu(headers)
             if on_cpu:
                 tensors = decode_tensors(headers, payload, self._limits)
             else:
@@ -236,7 +236,8 @@ class BodyCodec:
             elif crossings and not self._engine.attach_recv(context, source, crossings, tensors):
                 crossings = ()
         except BaseException:
-            self._engine.drop_crossings(crossings, source)
+            if crossings:
+                self._engine.drop_crossings(crossings, source)
             raise
         if on_cpu and not crossings and not any(map(_flags_of, headers)):
             return DecodedBody(self._decode_value(body.data, tensors, came))
