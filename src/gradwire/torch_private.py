@@ -164,12 +164,9 @@ def wrap_runs(
     cast(Any, Variable)._execution_engine = Engine()
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # if built with CUDA
-
-
-def is_default_stream(device: int) -> bool:
-    """Whether the default stream of a CUDA device is current for this thread."""
-    return bool(_raw_stream(device) == 0)
+raw_stream: Callable[[int], int]
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)  # if built with CUDA
+"""The handle of this thread's current stream on a CUDA device; 0 is the default stream."""
 
 
 def root_nodes(roots: object) -> list[Node]:

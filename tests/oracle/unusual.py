@@ -113,14 +113,14 @@ def on_this_worker(function: Callable) -> Callable:
 def _draw(state: State, values: list, draw: str, i: int) -> None:
     x = values[i % len(values)]
     match draw:
-        case "dropout" if not torch.is_inference_mode_enabled():
+        case "dropout" if x.is_cpu and not torch.is_inference_mode_enabled():
             values.append(torch.nn.functional.dropout(x, 0.5))
-        case "dropout":  # which cannot be given a generator in this mode
-            values.append(x * torch.bernoulli(torch.full((3,), 0.5)) * 2)
+        case "dropout":  # which cannot be given a generator in this mode, or on a device
+            values.append(x * torch.bernoulli(torch.full((3,), 0.5)).to(x.device) * 2)
         case "randint":
-            values.append(x * torch.randint(0, 3, (3,)))
+            values.append(x * torch.randint(0, 3, (3,)).to(x.device))
         case _:
-            values.append(x[torch.randperm(3)])
+            values.append(x[torch.randperm(3).to(x.device)])
 
 
 def _room(state: State, values: list, block: list) -> None:

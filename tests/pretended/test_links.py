@@ -178,7 +178,7 @@ def test_a_device_that_the_receiver_lacks_is_an_error_that_names_it(workers, nam
 def _resolve(workers, name):
     from gradwire.agent.devices.links import _Arriving
 
-    _Arriving(None, workers[0].worker.devices._drivers)._device(name)
+    _Arriving(None, workers[0].worker.devices._drivers, {})._device(name)
 
 
 def test_blocks_of_a_call_that_did_not_leave_are_used_again(workers):

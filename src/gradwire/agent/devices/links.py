@@ -46,6 +46,8 @@ from gradwire.wire.tensor import (
     encode_tensors,
 )
 
+_MOST_NAMES = 256
+"""remembered, as a peer may invent them"""
 Encoded = tuple[list[TensorHeader], list[Buffer]]
 Drivers = Callable[[str], DeviceDriver | str]
 """the driver of a type of device, or why there is none"""
@@ -72,6 +74,15 @@ def drivers_of_this_process(kind: str) -> DeviceDriver | str:
     return cuda_driver() if kind == "cuda" else f"{kind} devices have no lane"
 
 
+class _OwnDevice(NamedTuple):
+    """A device of this worker, as it is named in device maps and, without one, in messages."""
+
+    text: str
+    name: str
+    types: tuple[type[Tensor], ...]
+    """the classes of tensors that its driver can copy"""
+
+
 @final
 class DeviceLinks:
     """The tensors of one worker's messages."""
@@ -84,6 +95,9 @@ class DeviceLinks:
         self._lock = agent.directory.lock
         self._outgoing: dict[WorkerId, OutgoingLane] = {}
         self._incoming: dict[WorkerId, IncomingLane] = {}
+        self._own_devices: dict[torch.device, _OwnDevice] = {}
+        self._known_names: dict[str, torch.device] = {}
+        """those of devices that peers have named in messages"""
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None:
             agent.dispatch.run_guests_inside(partial(self._default_streams, accelerator.type))
@@ -112,27 +126,21 @@ class DeviceLinks:
 
         `is_call` is None for gradients: their receiver knows on which devices they arrive.
         """
-        names = [self._name_there(tensor, to, device_map or {}, is_call) for tensor in tensors]
-        return self._encode(tensors, names, to, deadline)
-
-    def _encode(
-        self, tensors: Sequence[Tensor], names: Sequence[str], to: WorkerId, deadline: float
-    ) -> Encoded:
+        maps = device_map or {}
+        placements = [self._placed(tensor, to, maps, is_call) for tensor in tensors]
+        lanes = list(map(_maybe_lane, tensors, placements))
         sizes: dict[torch.device, int] = {}
-        for tensor, name in zip(tensors, names, strict=True):
-            if self._takes_lane(tensor, name):
-                size = aligned(tensor.numel() * tensor.itemsize)
-                sizes[tensor.device] = sizes.get(tensor.device, 0) + size
-        leases: dict[torch.device, Lease] = {}
+        for tensor, lane in zip(tensors, lanes, strict=True):
+            if lane is not None:
+                sizes[lane] = sizes.get(lane, 0) + aligned(tensor.numel() * tensor.itemsize)
+        leases: dict[torch.device | None, Lease] = {}
         try:
             for device, size in sizes.items():
                 lease = self._lease(device, size, to, deadline)
                 if lease is not None:
                     leases[device] = lease
-            placements = []
-            for tensor, name in zip(tensors, names, strict=True):
-                lease = leases.get(tensor.device) if self._takes_lane(tensor, name) else None
-                placements.append(Placement(name, lease, self._is_known(tensor)))
+            carried = zip(placements, lanes, strict=True)
+            placements = [place._replace(lease=leases.get(lane)) for place, lane in carried]
             encoded = encode_tensors(tensors, self._limits, placements)
             for lease in leases.values():
                 lease.close()
@@ -144,30 +152,32 @@ class DeviceLinks:
             raise
         return encoded
 
-    def _name_there(
+    def _placed(
         self, tensor: Tensor, to: WorkerId, device_map: DeviceMap, is_call: bool | None
-    ) -> str:
-        """The name of the device on which a tensor arrives; see maps.py."""
-        here = CPU if tensor.is_cpu else str(tensor.device)
-        mapped = device_map.get(here)
-        if mapped is not None or tensor.is_cpu:
-            return "" if mapped in (None, CPU) else str(mapped)
+    ) -> Placement:
+        """On which device a tensor arrives, see maps.py; and whether a driver can copy it."""
+        if tensor.is_cpu:
+            mapped = device_map.get(CPU, CPU)
+            return Placement("" if mapped == CPU else mapped)
+        own = self._own(tensor.device)
+        is_plain = type(tensor) in own.types
+        if own.text in device_map:
+            mapped = device_map[own.text]
+            return Placement("" if mapped == CPU else mapped, None, is_plain)
         if self._needs_map and is_call is not None and not tensor.is_meta:
-            raise RuntimeError(no_map(is_call, self._agent.directory.name(to), here))
-        driver = None if tensor.is_meta else self._drivers(tensor.device.type)
-        if driver is None or isinstance(driver, str):
-            return here
-        return unmapped(here, driver.uuid_of(tensor.device))
+            raise RuntimeError(no_map(is_call, self._agent.directory.name(to), own.text))
+        return Placement(own.name, None, is_plain)
 
-    def _takes_lane(self, tensor: Tensor, name: str) -> bool:
-        """Whether a device lane can carry a tensor to a device of this name."""
-        is_dense = tensor.layout is torch.strided and tensor.numel() > 0
-        return is_dense and bool(name) and self._is_known(tensor)
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        """Whether it is on a device that can copy tensors of its class."""
-        driver = "" if tensor.is_cpu else self._drivers(tensor.device.type)
-        return not isinstance(driver, str) and type(tensor) in driver.types
+    def _own(self, device: torch.device) -> _OwnDevice:
+        own = self._own_devices.get(device)
+        if own is None:
+            driver = "" if device.type == META else self._drivers(device.type)
+            text = name = str(device)
+            types: tuple[type[Tensor], ...] = ()
+            if not isinstance(driver, str):
+                name, types = unmapped(text, driver.uuid_of(device)), driver.types
+            own = self._own_devices[device] = _OwnDevice(text, name, types)
+        return own
 
     def _lease(
         self, device: torch.device, size: int, to: WorkerId, deadline: float
@@ -213,7 +223,7 @@ class DeviceLinks:
     ) -> list[Tensor]:
         """Decode the tensors of a message from this peer."""
         taking = Taking(self._incoming_of(source), self._stream_of)
-        arriving = _Arriving(taking, self._drivers)
+        arriving = _Arriving(taking, self._drivers, self._known_names)
         try:
             return decode_tensors(headers, payload, self._limits, arriving)
         except DeviceError as error:
@@ -334,6 +344,13 @@ class DeviceLinks:
             leaving.close()
 
 
+def _maybe_lane(tensor: Tensor, place: Placement) -> torch.device | None:
+    """The device whose lane can carry a tensor to its place; None if it goes through the host."""
+    if not place.is_plain or not place.device or tensor.layout is not torch.strided:
+        return None
+    return tensor.device if tensor.numel() else None
+
+
 def _blocks_in(headers: Sequence[TensorHeader]) -> set[int]:
     return {header.block[0] for header in headers if header.block is not None}
 
@@ -342,42 +359,47 @@ def _blocks_in(headers: Sequence[TensorHeader]) -> set[int]:
 class _Arriving:
     """The devices of one message that is decoded."""
 
-    def __init__(self, taking: Taking, drivers: Drivers) -> None:
-        self._taking, self._drivers = taking, drivers
+    def __init__(self, taking: Taking, drivers: Drivers, known: dict[str, torch.device]) -> None:
+        self._taking, self._drivers, self._known = taking, drivers, known
 
     def take(self, header: TensorHeader, strides: list[int], dtype: torch.dtype) -> Tensor:
         """A tensor that lies in a block."""
         assert header.block is not None
         nbytes = math.prod(header.shape) * dtype.itemsize
         layout = Layout(header.shape, strides, dtype, nbytes)
-        return self._taking.take(header.block, layout, self._device(header.device))
+        device = self._known.get(header.device) or self._device(header.device)
+        return self._taking.take(header.block, layout, device)
 
     def place(self, tensor: Tensor, name: str) -> Tensor:
         """A copy on the device of this name of a tensor that came in host memory."""
         try:
-            return tensor.to(self._device(name))
+            return tensor.to(self._known.get(name) or self._device(name))
         except RuntimeError as error:
             raise BadMessage(f"a tensor could not be placed on {name}: {error}") from error
 
     def _device(self, name: str) -> torch.device:
-        if not name:
-            return torch.device(CPU)
+        found = self._maybe_device(name)
+        if found is not None:
+            if len(self._known) < _MOST_NAMES:
+                self._known[name] = found
+            return found
         device, uuid = split_name(name)
-        kind = device.partition(":")[0]
-        if uuid:
-            driver = self._drivers(kind)
-            find = cuda_device_with if isinstance(driver, str) else driver.device_with
-            found = find(uuid)
-            if found is not None:
-                return found
-        elif device in _own_devices():
-            return torch.device(device)
         where = f"the sender's {device} ({uuid})" if uuid else device
         raise BadMessage(
             f"a tensor of {where} arrived, but this worker does not see that device",
             hint="say by Options(device_maps=…) or device_map= on which device it should arrive, "
             "or send tensor.cpu()",
         )
+
+    def _maybe_device(self, name: str) -> torch.device | None:
+        if not name:
+            return torch.device(CPU)
+        device, uuid = split_name(name)
+        if not uuid:
+            return torch.device(device) if device in _own_devices() else None
+        driver = self._drivers(device.partition(":")[0])
+        find = cuda_device_with if isinstance(driver, str) else driver.device_with
+        return find(uuid)
 
 
 def _own_devices() -> list[str]:

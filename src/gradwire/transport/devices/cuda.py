@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, UsageError
-from gradwire.torch_private import is_default_stream
+from gradwire.torch_private import raw_stream
 from gradwire.transport.devices.contract import BlockHandles, DeviceError, Layout
 
 _HANDLE_BYTES = 64
@@ -45,6 +45,7 @@ class CudaBlock:
         self._pointer, (self._ready, self._free) = pointer, events
         self._is_own = is_own
         self._copies = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        self._queue_copy = runtime.cudaMemcpyAsync
 
     @property
     def handles(self) -> BlockHandles:
@@ -73,14 +74,17 @@ class CudaBlock:
         self, offset: int, layout: Layout, to: torch.device, stream: torch.cuda.Stream
     ) -> Tensor:
         """A new tensor with what lies at the offset, on the current stream of its device."""
-        source, nbytes, on_host = self._pointer + offset, layout.nbytes, to.type == "cpu"
-        tensor = torch.empty_strided(
-            layout.shape, layout.strides, dtype=layout.dtype, device=to, pin_memory=on_host
-        )
-        if on_host or to == self.device:
+        shape, strides, dtype, nbytes = layout
+        source = self._pointer + offset
+        if to == self.device:  # most tensors
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=to)
             self._copy(tensor.data_ptr(), source, nbytes, stream)
-            if on_host:  # it has no stream: its bytes must be there
-                stream.synchronize()
+            return tensor
+        on_host = to.type == "cpu"
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device=to, pin_memory=on_host)
+        if on_host:
+            self._copy(tensor.data_ptr(), source, nbytes, stream)
+            stream.synchronize()  # it has no stream: its bytes must be there
             return tensor
         # `free` can only be recorded on a stream of the block's device, so the copy runs there.
         theirs = torch.cuda.current_stream(to)
@@ -114,8 +118,9 @@ class CudaBlock:
             _checked(close(self._pointer))
 
     def _copy(self, to: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
-        handle = stream.cuda_stream
-        _checked(self._runtime.cudaMemcpyAsync(to, source, nbytes, self._copies, handle))
+        (error,) = self._queue_copy(to, source, nbytes, self._copies, stream.cuda_stream)
+        if int(error):
+            raise DeviceError(f"CUDA says {error}")
 
 
 @final
@@ -127,6 +132,8 @@ class CudaDriver:
 
     def __init__(self, runtime: Any, driver: Any) -> None:  # noqa: ANN401
         self._runtime, self._memory_range = runtime, driver.cuMemGetAddressRange
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+        """by device and handle: torch takes long to make the object anew"""
 
     def uuid_of(self, device: torch.device) -> str:
         """The name of a device that is the same in all processes."""
@@ -137,8 +144,12 @@ class CudaDriver:
         return cuda_device_with(uuid)
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream on which this thread queues work of a device."""
-        return torch.cuda.current_stream(device)
+        """The stream on which this thread queues work of a device. hot: every message"""
+        handle = device.index, raw_stream(device.index)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = torch.cuda.current_stream(device)
+        return stream
 
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """Make a stream current for its device."""
@@ -152,7 +163,7 @@ class CudaDriver:
             return
         with ExitStack() as stack:
             for device in _by_uuid().values():
-                if not is_default_stream(device.index):
+                if raw_stream(device.index):
                     stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
             yield
 
