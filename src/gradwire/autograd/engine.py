@@ -175,7 +175,8 @@ class Engine:
             if message.crossings:
                 self.attach_recv(end.context, end.peer, message.crossings, present)
         except BaseException:
-            self.passes.drop(message, end.peer)
+            # Not the blocks of its tensors: decoding has given them back.
+            self.drop_crossings(message.crossings, end.peer)
             raise
         if len(present) == len(message.present):
             return present

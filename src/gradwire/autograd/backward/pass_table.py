@@ -165,9 +165,8 @@ class PassTable:
         if not active.settle(message, payload, sender):
             self.drop(message, sender)
         elif self._by_id.get(active.id) is not active:
-            self._drop_inbox(
-                active
-            )  # it has ended meanwhile, perhaps before they were in the inbox
+            # It has ended meanwhile, perhaps before they were in the inbox.
+            self._drop_inbox(active)
 
     def _drop_inbox(self, active: AnyPass) -> None:
         while active.inbox:
