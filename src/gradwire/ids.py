@@ -15,8 +15,6 @@ WorkerId = int
 LAST_WORKER = (1 << 15) - 1
 """The greatest number that fits into the top bits of a context's id, a positive 64-bit integer."""
 _CONTEXT_SHIFT = 48
-CONTEXTS = 1 << _CONTEXT_SHIFT
-"""How many a worker can open."""
 _INCARNATION_SHIFT = 32
 LAST_INCARNATION = (1 << _CONTEXT_SHIFT - _INCARNATION_SHIFT) - 1
 """The greatest incarnation that fits into the upper part of a context's counter."""
@@ -76,7 +74,7 @@ def opener_of(context: ContextId) -> WorkerId:
 
 def count_of(context: ContextId) -> int:
     """The counter of a context's id."""
-    return context & (CONTEXTS - 1)
+    return context & ((1 << _CONTEXT_SHIFT) - 1)
 
 
 def spoken_context(context: ContextId) -> str:

@@ -232,7 +232,7 @@ def test_every_point_of_a_backward_pass_is_counted(workers):
 
     workers[0].run(_trained)
 
-    kinds = ("Call", "Start", "Release")  # each is handled by a thread of its own
+    kinds = ("Call", "Start", "Forget")  # each is handled by a thread of its own
     handled = {f"after-handle {kind}" for kind in kinds}
     assert eventually(lambda: handled <= workers[1].run(faults.seen).keys())
     seen = workers[1].run(faults.seen)

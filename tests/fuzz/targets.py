@@ -28,6 +28,7 @@ from gradwire.agent.requests.promise import Pending, Promise
 from gradwire.autograd import messages as autograd_messages
 from gradwire.autograd.messages import (
     Crossing,
+    Forget,
     Gradients,
     PassEnded,
     Release,
@@ -199,7 +200,8 @@ def examples() -> list[Message]:
         Gradients(PassId(0, 1), EdgeId(1, 0), [True], headers, [crossing]),
         RunDone(PassId(1, 1), True),
         PassEnded(PassId(0, 1), None),
-        Release([0, ~1]),
+        Release([0]),
+        Forget(context),
         agent_messages.Failure("builtins:ValueError", "text", None, "", "w0"),
         agent_messages.Done(),
     ]

@@ -29,7 +29,7 @@ PROMISED = 2.0
 NOTICED = 15.0
 """Seconds after which a round fails: a machine that is busy is not a fault of ours."""
 _DYING = 5.0
-_ASYNCHRONOUS = ("Fork", "Counted", "Accept", "Drop", "Done", "Release", "PassEnded")
+_ASYNCHRONOUS = ("Fork", "Counted", "Accept", "Drop", "Done", "Forget", "PassEnded")
 
 
 class Violation(AssertionError):

@@ -36,5 +36,5 @@ def test_every_kind_of_point_is_met_by_every_role():
         for victim in ("w0", "w1", "w2")
         for point in ("before-send", "after-send", "before-handle", "after-handle", "before-reply")
     }
-    assert kinds >= {"Call", "Result", "Start", "Gradients", "RunDone", "PassEnded", "Release"}
+    assert kinds >= {"Call", "Result", "Start", "Gradients", "RunDone", "PassEnded", "Forget"}
     assert kinds >= {"Prepare", "Commit", "Agreed", "Fork", "Accept", "Drop", "Fetch"}

@@ -13,6 +13,7 @@ from gradwire.agent.messages import Done, Failure
 from gradwire.agent.requests.promise import Pending, RequestTable
 from gradwire.autograd.graph.lineage import one, to_wire, union
 from gradwire.autograd.messages import (
+    Forget,
     Gradients,
     PassEnded,
     QueryContext,
@@ -21,7 +22,7 @@ from gradwire.autograd.messages import (
     Start,
 )
 from gradwire.errors import BadMessage, OverLimit
-from gradwire.ids import EdgeId, ForkId, PassId, RefId, StepId, context_id, count_of
+from gradwire.ids import EdgeId, ForkId, PassId, RefId, StepId
 from gradwire.optim.messages import Abort, Commit, Prepare
 from gradwire.optim.shard import OptimizerHost
 from gradwire.rpc.calls.client import Target
@@ -254,18 +255,11 @@ def doubled(through, x):
     return gradwire.rpc_sync(through[0], doubled, (through[1:], x)) * 2 if through else x
 
 
-def closing(context):
-    """A message that closes a context, whoever sends it: it names only the context's number."""
-    return Release([~count_of(context)])
-
-
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_context_is_closed_by_its_opener(workers, at):
     def attack(context):
-        hostile = workers[2].worker
-        say(hostile, at, closing(context))
-        own = context_id(hostile.directory.me.id, count_of(context))
-        assert eventually(lambda: workers[at].worker.engine.contexts.is_over(own))
+        say(workers[2].worker, at, Forget(context))
+        assert eventually(lambda: refused(workers, 1))
 
     assert workers[0].run(in_a_context, attack) == 2
     assert_nothing_left(workers)
@@ -274,18 +268,27 @@ def test_a_context_is_closed_by_its_opener(workers, at):
 def test_who_calls_in_a_context_does_not_close_it_for_others(workers):
     def attack(context):
         call_in(workers[2].worker, 1, context)
-        say(workers[2].worker, 1, closing(context))
-        call_in(workers[2].worker, 1, context)  # served after it
+        say(workers[2].worker, 1, Forget(context))
+        assert eventually(lambda: refused(workers, 1))
 
     assert workers[0].run(in_a_context, attack) == 2
     assert_nothing_left(workers)
 
 
-@pytest.mark.parametrize("number", [-(1 << 63), ~(1 << 48)])
-def test_a_context_of_nobody_is_closed_by_nobody(workers, number):
-    say(workers[2].worker, 1, Release([0, number]))
+def test_a_context_is_not_closed_before_it_is_there(workers):
+    say(workers[2].worker, 1, Forget(0))
+    assert eventually(lambda: refused(workers, 1))
+
+    assert workers[0].run(in_a_context, lambda _: None) == 2
+    assert_nothing_left(workers)
+
+
+@pytest.mark.parametrize("context", [-1, (1 << 63) - 1, 99 << 48])
+def test_a_context_of_nobody_is_closed_by_nobody(workers, context):
+    say(workers[2].worker, 1, Forget(context))
 
     assert eventually(lambda: refused(workers, 1))
+    assert not workers[1].worker.engine.contexts.is_over(context)
     assert_nothing_left(workers)
 
 
@@ -295,8 +298,8 @@ def test_who_alone_has_called_in_a_context_does_not_close_it_either(workers):
 
     def attack(context):
         call_in(hostile, 1, context)
-        say(hostile, 1, closing(context))
-        call_in(hostile, 1, context)
+        say(hostile, 1, Forget(context))
+        assert eventually(lambda: refused(workers, 1))
         x = torch.ones(1, requires_grad=True)
         gradwire.rpc_sync("w1", echo, (x,)).backward()
         assert x.grad == 1

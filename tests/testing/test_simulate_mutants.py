@@ -14,7 +14,7 @@ from gradwire.autograd.backward import coordinator
 from gradwire.autograd.backward.active_pass import ActivePass
 from gradwire.autograd.backward.pass_ending import PassEnding
 from gradwire.autograd.backward.pass_state import PassState
-from gradwire.autograd.graph.context import ContextQueries
+from gradwire.autograd.graph.context import Forgetting
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.release import Releases
 from gradwire.autograd.undo.undo_log import UndoLog
@@ -137,7 +137,7 @@ def a_request_is_served_twice(patch):
 
 @mutant(False, 41)
 def nobody_asks_the_opener_of_a_context(patch):
-    patch.setattr(ContextQueries, "ask", lambda self, context, tried=0: None)
+    patch.setattr(Forgetting, "ask", lambda self, context, tried=0: None)
 
 
 @mutant(False, 11)

@@ -26,7 +26,7 @@ from gradwire.autograd.backward.coordinator import Coordinator
 from gradwire.autograd.backward.engine_run import check_order, leads_on, this_thread
 from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
-from gradwire.autograd.graph.context import Context, ContextQueries, Contexts
+from gradwire.autograd.graph.context import Context, Contexts, Forgetting
 from gradwire.autograd.graph.crossing import EdgeEnd, arrive, check_crossing, check_gradients, leave
 from gradwire.autograd.graph.edges import Edges, LiveEdge, Made
 from gradwire.autograd.graph.lineage import meets, one, union
@@ -71,7 +71,7 @@ class Engine:
         self._ref = weakref.ref(self)  # See Note [Nodes hold no table]
         first = first_of(agent.directory.myself.incarnation)
         self.edges = Edges(self._me, first, agent.limits.edges, agent.directory.lock)
-        self.releases = Releases(agent, self.edges, self.close)
+        self.releases = Releases(agent, self.edges)
         self.contexts = Contexts(agent.directory, first, agent.limits.contexts, self._register)
         self.saving: Saving | None = None
         """how graphs made in contexts and by served functions keep the tensors they need"""
@@ -82,7 +82,7 @@ class Engine:
             agent, self.contexts, self.edges, self.passes, locks, inside, seconds
         )
         self.deadline_for_peer = self._participant.deadline
-        self._queries = ContextQueries(agent, self.contexts, self.close)
+        self._forgetting = Forgetting(agent, self.contexts, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
 
@@ -329,16 +329,16 @@ class Engine:
         try:
             self._agent.check_asker(source)
         except PeerLost:  # its loss may have been handled before the context was added
-            self._queries.ask(id)
+            self._forgetting.ask(id)
             raise
 
     def _register(self, id: ContextId) -> None:
-        self._agent.dispatch.service.submit(partial(self._queries.ask, id))
+        self._agent.dispatch.service.submit(partial(self._forgetting.ask, id))
 
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
         """The call has left. If its context was closed meanwhile, the peer may not have heard."""
         if id is not None and self.contexts.maybe(id) is None and opener_of(id) == self._me:
-            self.releases.closed(id, [peer])
+            self._forgetting.tell(peer, id)
 
     def close(self, id: ContextId, lost: str | None = None) -> None:
         """Drop a context here, as `lost` was lost; the opener tells all who know it."""
@@ -360,7 +360,8 @@ class Engine:
                 self.passes.over(active)
         del dropped
         if opener_of(id) == self._me:
-            self.releases.closed(id, context.called - {self._me})
+            for worker in context.called - {self._me}:
+                self._forgetting.tell(worker, id)
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
         """Drop what is known now only: a peer that comes back may open new contexts meanwhile."""

@@ -80,13 +80,15 @@ class PassEnded(Message, frozen=True, tag=0x24):
 
 
 class Release(Message, frozen=True, tag=0x2A):
-    """What the sender of this holds no more, and its receiver can drop.
+    """To the sender of these edges: nobody can differentiate through them here any more."""
 
-    `n` is an edge of the receiver: nobody can differentiate through it here any more. `~n`, a
-    negative number, is a context that the sender of this has opened: it is closed.
-    """
+    edges: list[int]
 
-    released: list[int]
+
+class Forget(Message, frozen=True, tag=0x25):
+    """The opener of a context to a worker that knows it: it is closed, drop it."""
+
+    context: ContextId
 
 
 class QueryContext(Message, frozen=True, tag=0x26):

@@ -30,7 +30,7 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     crossings: list[Crossing]
     references: list[Reference]
     released: list[int] = []
-    """what the sender holds no more, as in `Release`"""
+    """edges of the receiver that the sender holds no more; see autograd/graph/release.py"""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):

@@ -3,9 +3,10 @@
 A context has a map of gradients for `backward(context, …)`, and an end, which releases the edges
 that were made in it whether or not their tensors are alive.
 
-Only the opener of a context closes it, and tells every worker that knows it (release.py): those it
-has called in it, and those that have heard of it from somebody else, which ask the opener to be
-told. A worker drops the contexts of an opener that is lost.
+Only the opener of a context closes it, and tells every worker that knows it: those it has called in
+it, and those that have heard of it from somebody else, which ask the opener to be told. A worker
+drops the contexts of an opener that is lost. One that was too slow to take the message is told
+again, or it would keep the gradients of the context for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gradwire.agent.requests.timer import Resender
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.graph.edges import Edges
-from gradwire.autograd.messages import Attended, QueryContext
+from gradwire.autograd.messages import Attended, Forget, QueryContext
 from gradwire.errors import (
     BadMessage,
     ContextClosed,
@@ -46,6 +47,9 @@ from gradwire.torch_private import Node
 _CLOSED_REMEMBERED = 20_000
 _FEW_EDGES = 1 << 10
 _SECONDS = 10.0
+_AT_ONCE_SECONDS = 1.0
+"""The thread that closes a context does not wait long for a peer that cannot be reached. The next
+tries to tell it have threads of their own."""
 _FIRST_AGAIN_SECONDS = 0.25
 _TIMES = 10
 
@@ -189,16 +193,28 @@ class Contexts:
 
 
 @final
-class ContextQueries:
-    """Asks the openers of contexts that others made known here to tell when they are closed."""
+class Forgetting:
+    """What one worker has to say about contexts that are closed."""
 
     def __init__(
         self, agent: Agent, contexts: Contexts, close: Callable[[ContextId, str | None], None]
     ) -> None:
         self._agent, self._contexts, self._close = agent, contexts, close
         self._resender: Resender[Callable[[], None]] = Resender(agent.timer, self._send_again)
+        agent.handle(Forget, self._serve_forget, Lane.SERVICE)
         agent.handle(QueryContext, self._serve_query, Lane.SERVICE)
         agent.kinds.add(Attended)
+
+    def tell(self, worker: WorkerId, context: ContextId, tried: int = 0) -> None:
+        """Tell it now, or later if that fails."""
+        try:
+            limit = self._agent.clock.now() + (_SECONDS if tried else _AT_ONCE_SECONDS)
+            self._agent.tell(worker, Forget(context), deadline=limit)
+        except UsageError:  # this worker has shut down
+            return
+        except GradwireError:
+            self._agent.events.emit("unforgotten", spoken_context(context))
+            self._try_again(partial(self.tell, worker, context, tried + 1), tried)
 
     def ask(self, context: ContextId, tried: int = 0) -> None:
         """Ask its opener to tell when a context is closed; close it here if it is closed there."""
@@ -221,14 +237,19 @@ class ContextQueries:
     def _heard(self, context: ContextId, tried: int, outcome: Outcome) -> None:
         """Who does not answer in time is asked again; without an opener there is no context."""
         if isinstance(outcome, DeadlinePassed) and tried < _TIMES:
-            again = partial(self.ask, context, tried + 1)
-            self._resender.keep(again, _FIRST_AGAIN_SECONDS * 2**tried)
+            self._try_again(partial(self.ask, context, tried + 1), tried)
             return
         said = outcome.message if isinstance(outcome, Answer) else None
         if not isinstance(said, Attended) or not said.is_open:
             opener = self._agent.directory.name(opener_of(context))
             lost = opener if isinstance(outcome, Exception) else None
             self._agent.dispatch.service.submit(partial(self._close, context, lost))
+
+    def _serve_forget(self, message: Forget, _: Payload, source: Source) -> None:
+        if source.worker != opener_of(message.context):
+            context = spoken_context(message.context)
+            raise BadMessage(f"w{source.worker} closes {context}, which it has not opened")
+        self._close(message.context, None)
 
     def _serve_query(self, message: QueryContext, _: Payload, source: Source) -> None:
         if opener_of(message.context) != self._agent.directory.me.id:
@@ -240,6 +261,10 @@ class ContextQueries:
         is_open = context is not None or count_of(message.context) >= self._contexts.opened
         limit = self._agent.clock.now() + _SECONDS
         self._agent.answer(source, Attended(is_open), deadline=limit)
+
+    def _try_again(self, act: Callable[[], None], tried: int) -> None:
+        if tried < _TIMES:
+            self._resender.keep(act, _FIRST_AGAIN_SECONDS * 2**tried)
 
     def _send_again(self, due: list[Callable[[], None]]) -> None:
         for act in due:

@@ -128,7 +128,7 @@ class Edges:
         """the latest that were dropped with the worker they led to, which an error then names"""
         self.dead: deque[RecvRef] = deque()
         self.queued: dict[WorkerId, dict[int, None]] = {}
-        """by worker, what it is to be told, in the numbers of `Release`"""
+        """by sender, the edges of which it does not know yet that they are over"""
         self._first = self._next = first
         self.latest_depth = 0
         """of the edges sent since the last pass"""
@@ -203,11 +203,7 @@ class Edges:
         """
         for edge in edges:
             if edge.worker == sender and edge not in self.received:
-                self.queue(sender, edge.n)
-
-    def queue(self, worker: WorkerId, n: int) -> None:
-        """This worker is to be told that an edge of its own, or a context of ours, is over."""
-        self.queued.setdefault(worker, {})[n] = None
+                self.queued.setdefault(sender, {})[edge.n] = None
 
     def recvs(self) -> list[Node]:
         """Every Recv that is alive, but for those that a finalizer has brought back to life."""
@@ -216,25 +212,25 @@ class Edges:
 
     @property
     def to_tell(self) -> list[WorkerId]:
-        """The workers for which something is queued."""
+        """The senders of edges that are over, which they do not know yet."""
         self._look_for_dead()
         return [sender for sender, edges in tuple(self.queued.items()) if edges]
 
-    def to_release(self, worker: WorkerId, most: int) -> list[int]:
-        """What is queued for this worker, so much of it at most. hot: each call and answer
+    def to_release(self, sender: WorkerId, most: int) -> list[int]:
+        """Edges of this sender that nobody can differentiate through any more.
 
-        It stays here until the worker `was_told`: to tell it twice does no harm.
+        They stay here until it `was_told`: to tell it twice does no harm. hot: each call and answer
         """
         if self.dead:
             self._look_for_dead()
-        queued = self.queued.get(worker)
-        return list(queued)[:most] if queued else []  # in one step: others add to it and take
+        edges = self.queued.get(sender)
+        return list(edges)[:most] if edges else []  # in one step: others add to it and take from it
 
-    def was_told(self, worker: WorkerId, numbers: Iterable[int]) -> None:
-        """A message with these has left for this worker."""
-        queued = self.queued.get(worker, {})
+    def was_told(self, sender: WorkerId, numbers: Iterable[int]) -> None:
+        """A message with these has left for their sender."""
+        edges = self.queued.get(sender, {})
         for n in numbers:
-            queued.pop(n, None)
+            edges.pop(n, None)
 
     def _look_for_dead(self) -> None:
         while self.dead:
@@ -249,13 +245,13 @@ class Edges:
         if self.received.pop(edge, None) is not None:
             sender = edge.worker
             self._quota.give_back(sender)
-            self.queue(sender, edge.n)
+            self.queued.setdefault(sender, {})[edge.n] = None
 
     def release(self, numbers: Iterable[int], by: WorkerId) -> list[object]:
         """The receiver holds these no more: what to drop, with no lock held, as graphs die there.
 
         An edge that is not there was withdrawn, or released before, or by an earlier incarnation.
-        BadMessage, and nothing is released, if one leads elsewhere. Contexts are no concern here.
+        BadMessage, and nothing is released, if one leads elsewhere.
         """
         found = []
         for n in numbers:

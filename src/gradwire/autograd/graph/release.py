@@ -1,20 +1,17 @@
-"""Tells the senders of edges that their Recvs are no more, and others that contexts are closed.
+"""Tells the senders of edges that their Recvs are no more.
 
 The end of a Recv only queues its edge: a finalizer must not send. What is queued for a worker rides
 on the next call or answer to it, so a loop of training needs no message for it. A tick of the
 timer, while this worker has any Recvs, sends what has found no ride since the tick before. To be
-told twice does no harm, so what is queued stays there until a message with it has left.
-
-The opener of a context tells those who know it in the same way that it is closed: who is called
-next has dropped it before the call runs.
+told of an edge twice does no harm, so an edge stays in the queue until a message with it has left.
 
 A peer that is lost needs no word, nor a connection to tell it: both sides drop the edges between
-them and the contexts of each other, and both come by a connection.
+them, and an edge comes by a connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -22,27 +19,24 @@ from gradwire.agent.agent import Agent
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.messages import Release
-from gradwire.errors import BadMessage, DeadlinePassed, GradwireError
-from gradwire.ids import CONTEXTS, ContextId, WorkerId, context_id, count_of
+from gradwire.errors import DeadlinePassed, GradwireError
+from gradwire.ids import WorkerId
 
 _TICK_SECONDS = 0.03
 _SECONDS = 0.5
 """How long a Release may take to leave; then it is sent again. Shutdown waits 1 s for threads."""
 _MOST = 1 << 16
-"""Edges and contexts in one message."""
+"""Edges in one message."""
 _MOST_RIDING = 64
-"""Edges and contexts on one call or answer, whose receiver drops them before it goes on."""
+"""Edges on one call or answer, whose receiver drops them before it goes on."""
 
 
 @final
 class Releases:
-    """What one worker says of edges and contexts that are over, and hears of its own.
+    """What one worker says of edges that are over, and hears of its own."""
 
-    They are numbers as in the message `Release`. `close` closes a context here.
-    """
-
-    def __init__(self, agent: Agent, edges: Edges, close: Callable[[ContextId], None]) -> None:
-        self._agent, self._edges, self._close = agent, edges, close
+    def __init__(self, agent: Agent, edges: Edges) -> None:
+        self._agent, self._edges = agent, edges
         self.riding_to: Callable[[WorkerId], list[int]]
         self.riding_to = partial(edges.to_release, most=_MOST_RIDING)
         """what a message takes along; say `rode` when it has left"""
@@ -62,27 +56,14 @@ class Releases:
         """All programs are over: nobody needs to hear anything more, and some have left."""
         self._is_over = True
 
-    def closed(self, context: ContextId, workers: Iterable[WorkerId]) -> None:
-        """This worker has closed a context that it opened; these know it."""
-        for worker in workers:
-            self._edges.queue(worker, ~count_of(context))
-        self.expect()
-
-    def rode(self, worker: WorkerId, released: Sequence[int]) -> None:
+    def rode(self, worker: WorkerId, edges: Sequence[int]) -> None:
         """A message with these has left."""
         self._late.discard(worker)
-        self._edges.was_told(worker, released)
+        self._edges.was_told(worker, edges)
 
-    def heard(self, released: Sequence[int], by: WorkerId) -> None:
+    def heard(self, edges: Sequence[int], by: WorkerId) -> None:
         """A message has brought these; what they held is dropped here."""
-        lowest = min(released, default=0)
-        if ~lowest >= CONTEXTS:
-            raise BadMessage(f"w{by} closes context {~lowest}, a number that none has")
-        self._edges.release(released, by).clear()
-        if lowest < 0:
-            for n in released:
-                if n < 0:  # a peer can name none but its own
-                    self._close(context_id(by, ~n))
+        self._edges.release(edges, by).clear()
 
     def _tick(self, now: float) -> float | None:
         if self._is_over:
@@ -96,28 +77,27 @@ class Releases:
     def flush(self, workers: set[WorkerId] | None = None) -> None:
         """Tell these workers, or all, what is queued for them."""
         for worker in self._edges.to_tell if workers is None else workers:
-            while released := self._edges.to_release(worker, _MOST):
-                if not self._tell(worker, released):
+            while edges := self._edges.to_release(worker, _MOST):
+                if not self._tell(worker, edges):
                     break
 
-    def _tell(self, worker: WorkerId, released: list[int]) -> bool:
+    def _tell(self, worker: WorkerId, edges: Sequence[int]) -> bool:
         """False if it is to be told later."""
         if not self._is_over and self._agent.is_connected(worker):
             deadline = self._agent.clock.now() + _SECONDS
             try:
-                self._agent.tell(worker, Release(released), deadline=deadline)
-            except GradwireError as error:
+                self._agent.tell(worker, Release(list(edges)), deadline=deadline)
+            except DeadlinePassed:
+                self.expect()  # the tick may have ended meanwhile
+                return False
+            except GradwireError:  # it is lost, or this worker shuts down
                 self._agent.events.emit("unreleased", worker)
-                if isinstance(error, DeadlinePassed) or self._agent.is_connected(worker):
-                    self.expect()  # the tick may have ended meanwhile
-                    return False
-                # It is lost, or this worker shuts down.
-        self.rode(worker, released)
+        self.rode(worker, edges)
         return True
 
     def _serve(self, message: Release, _: Payload, source: Source) -> None:
         were_waiting = self._edges.to_tell
-        self.heard(message.released, source.worker)
+        self.heard(message.edges, source.worker)
         # What was dropped may have held Recvs: at once, or a chain would take two ticks a hop. Only
         # for whom nothing was queued before. In a loop of training there is always something, and
         # two workers would answer each other's Releases without end.

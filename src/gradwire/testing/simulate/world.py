@@ -34,7 +34,7 @@ from gradwire.wire.message import IS_ANSWER, Frame
 
 ANY, BACKWARD = "any", "backward"  # steps of all frames, or of those of the autograd layer
 
-_REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Release"}
+_REPEATABLE = {"Fork", "Accept", "Drop", "QueryFork", "Forget", "Release"}
 """What may come twice, as each of them says of itself. So may any answer."""
 
 _REFUSED = re.compile(r"\w+ refused (\w+): \w+ releases ")  # a Release that no peer should send

@@ -13,7 +13,7 @@ from typing import Any, cast, final
 
 from msgspec import structs
 
-from gradwire.autograd.messages import Release
+from gradwire.autograd.messages import Forget
 from gradwire.compat.rpc import backend_registry
 from gradwire.compat.rpc.agent import TensorPipeAgent
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
@@ -28,7 +28,7 @@ _NAMES = {
     kind_of(Fork): {"RREF_FORK_REQUEST"},
     kind_of(Accept): {"RREF_CHILD_ACCEPT"},
     kind_of(Drop): {"RREF_USER_DELETE"},
-    kind_of(Release): {"CLEANUP_AUTOGRAD_CONTEXT_REQ"},
+    kind_of(Forget): {"CLEANUP_AUTOGRAD_CONTEXT_REQ"},
     kind_of(Fetch): {"PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL"},
 }
 
