@@ -35,7 +35,7 @@ from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.current import NO_LINE, user_line
-from gradwire.errors import BadMessage, ContextClosed, GradwireError, PeerLost
+from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
 from gradwire.torch_private import Node, current_run
@@ -237,7 +237,7 @@ class Engine:
             else:
                 self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
         except BaseException:
-            self.devices.withdraw(headers, peer)
+            self.passes.withdraw(message, peer)
             raise
 
     def _begin_native(self, end: EdgeEnd) -> AnyPass:
@@ -263,7 +263,11 @@ class Engine:
         edge = message.edge
         is_there = check_gradients(self.edges, edge, source.worker)
         pass_id, passes = message.pass_id, self.passes
-        active = passes.maybe(pass_id) or passes.heard_of(pass_id) if is_there else None
+        try:
+            active = passes.maybe(pass_id) or passes.heard_of(pass_id) if is_there else None
+        except OverLimit:
+            passes.drop(message, source.worker)
+            raise
         if active is None:
             passes.drop(message, source.worker)
             self._agent.events.emit("late", edge)
@@ -347,8 +351,9 @@ class Engine:
             return
         dropped = self.edges.release_early(tuple(context.sent), tuple(context.received))
         self.releases.expect()
-        for active in self.passes.all():
-            released = union([one(EdgeId(self._me, n)) for n in tuple(context.sent)])
+        passes = self.passes.all()
+        released = union([one(EdgeId(self._me, n)) for n in tuple(context.sent)]) if passes else {}
+        for active in passes:
             if active.context is not context and not meets(active.mine, released):
                 continue
             why = "" if lost is None else f", as {lost} was lost"

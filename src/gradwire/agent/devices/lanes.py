@@ -42,7 +42,8 @@ from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD, Words
 
 _log = logging.getLogger("gradwire")
 _PROOF_BYTES = 64
-_numbers = count(1)
+_numbers = count(secrets.randbits(48))
+"""Not from 1: what a lost worker named is then unknown in the process that takes its place."""
 
 AskPeer = Callable[[OpenBlock, float], BlockOpened]
 """Sends an OpenBlock, and waits for the answer until the deadline."""

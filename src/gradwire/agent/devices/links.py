@@ -47,7 +47,7 @@ from gradwire.wire.tensor import (
 )
 
 _MOST_NAMES = 256
-"""remembered, as a peer may invent them"""
+"""that peers have given to devices of this worker: a peer may use a new one each time"""
 Encoded = tuple[list[TensorHeader], list[Buffer]]
 Drivers = Callable[[str], DeviceDriver | str]
 """the driver of a type of device, or why there is none"""
@@ -310,7 +310,9 @@ class DeviceLinks:
 
     def drop(self, headers: Sequence[TensorHeader], source: WorkerId) -> None:
         """A message is dropped unread: its blocks may be used again."""
-        self._incoming_of(source).give_back(_blocks_in(headers), UNREAD)
+        lane = self._incoming.get(source)
+        if lane is not None:
+            lane.give_back(_blocks_in(headers), UNREAD)
 
     def _serve_open(self, message: OpenBlock, _: Payload, source: Source) -> None:
         lane = self._incoming_of(source.worker)

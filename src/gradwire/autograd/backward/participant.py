@@ -151,8 +151,7 @@ class Participant:
 
     def _sends_of(self, active: ParticipantPass, start: Start) -> list[Sent]:
         active.mine = of_worker(from_wire(start.edges), self._edges.me)
-        coordinator = (active.id.worker,)
-        sends = self._edges.sends_in(active.mine, coordinator, self._agent.directory.name)
+        sends = self._edges.sends_in(active.mine, (), self._agent.directory.name)
         if start.needed is not None:
             needed = from_wire(start.needed)
             sends = [sent for sent in sends if meets(sent.lineage, needed)]
@@ -167,13 +166,19 @@ class Participant:
             raise
 
     def _take_part_and_tell(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> bool:
+        is_told = False
         try:
-            self._take_part(active, start, sends)
-        except BaseException:
-            # It is rolled back. The coordinator may never end the pass: remove it now.
-            self._passes.over(active)
-            raise
-        self._tell_done(active)
+            try:
+                self._take_part(active, start, sends)
+            except BaseException:
+                # It is rolled back. The coordinator may never end the pass: remove it now.
+                self._passes.over(active)
+                raise
+            self._tell_done(active)
+            is_told = True
+        finally:
+            if active.held is not None and not is_told:
+                self._passes.withdraw(active.held[0], active.id.worker)
         return False
 
     def _tell_done(self, active: ParticipantPass) -> None:

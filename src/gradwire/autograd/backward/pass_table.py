@@ -176,6 +176,13 @@ class PassTable:
                 return
             self.drop(message, sender)
 
+    def withdraw(self, message: Gradients, to: WorkerId) -> None:
+        """These gradients did not leave: forget the edges and the blocks they would have used."""
+        if message.crossings:
+            self._edges.withdraw([crossing.edge for crossing in message.crossings])
+        if not arrive_on_cpu(message.tensors):
+            self._devices.withdraw(message.tensors, to)
+
     def drop(self, message: Gradients, sender: WorkerId) -> None:
         """No Send takes these gradients: release the edges and the blocks that came with them."""
         if message.crossings:

@@ -152,7 +152,7 @@ class Edges:
     ) -> list[Sent]:
         """These edges of this worker; PeerLost if one was released.
 
-        `others` are the other workers of the pass, `name` is the directory's.
+        `others` are the workers of the pass that are known here, `name` is the directory's.
         """
         found = []
         for n in numbers(mine):
@@ -165,15 +165,14 @@ class Edges:
     def _released(
         self, edge: EdgeId, others: Iterable[WorkerId], name: Callable[[WorkerId], str]
     ) -> PeerLost:
-        peer = self.lost_to.get(edge.n)
+        again, peer = "compute what depends on it again", self.lost_to.get(edge.n)
         if peer is not None:
-            lost = name(peer)
-            why = f"{lost} was lost"
-        else:  # its receiver has released it, as it has lost what came of it
-            lost = " or ".join(map(name, sorted(others)))
-            why = f"{lost} was lost, or has lost a worker, or its context is closed"
-        again = "compute what depends on it again"
-        return PeerLost(f"{edge} was dropped here: {why}", hint=again).about(lost, phase="backward")
+            lost = PeerLost(f"{edge} was dropped here: {name(peer)} was lost", hint=again)
+            return lost.about(name(peer), phase="backward")
+        # Whoever received it holds it no more, perhaps because that worker has lost another one.
+        who = " or ".join(map(name, sorted(others))) or "a worker of this graph"
+        why = f"{who} was lost, or has lost another, or the context of this edge is closed"
+        return PeerLost(f"{edge} was dropped here: {why}", hint=again).about("", phase="backward")
 
     def next_depth(self, below: int) -> int:
         """The depth of a new edge that depends on others down to `below`.

@@ -2,7 +2,8 @@
 
 The end of a Recv only queues its edge: a finalizer must not send. What is queued for a worker rides
 on the next call or answer to it, so a loop of training needs no message for it. A tick of the
-timer, while this worker has any Recvs, sends what has found no ride since the tick before. To be
+timer, while there are Recvs or something is queued, sends what has found no ride since the tick
+before. To be
 told of an edge twice does no harm, so an edge stays in the queue until a message with it has left.
 
 A peer that is lost needs no word, nor a connection to tell it: both sides drop the edges between
@@ -26,7 +27,9 @@ _TICK_SECONDS = 0.03
 _SECONDS = 0.5
 """How long a Release may take to leave; then it is sent again. Shutdown waits 1 s for threads."""
 _MOST = 1 << 16
-"""Edges in one message."""
+"""Edges in one message, if its limits allow it."""
+_BYTES = 16
+"""More than a number takes."""
 _MOST_RIDING = 64
 """Edges on one call or answer, whose receiver drops them before it goes on."""
 
@@ -38,7 +41,10 @@ class Releases:
     def __init__(self, agent: Agent, edges: Edges) -> None:
         self._agent, self._edges = agent, edges
         self.riding_to: Callable[[WorkerId], list[int]]
-        self.riding_to = partial(edges.to_release, most=_MOST_RIDING)
+        limits = agent.limits
+        self._most = max(1, min(_MOST, limits.head // _BYTES, limits.elements) // 2)
+        self._most_riding = min(_MOST_RIDING, self._most)
+        self.riding_to = partial(edges.to_release, most=self._most_riding)
         """what a message takes along; say `rode` when it has left"""
         self._is_over = False
         self._late: set[WorkerId] = set()
@@ -58,8 +64,9 @@ class Releases:
 
     def rode(self, worker: WorkerId, edges: Sequence[int]) -> None:
         """A message with these has left."""
-        self._late.discard(worker)
         self._edges.was_told(worker, edges)
+        if len(edges) < self._most_riding:  # all that were queued
+            self._late.discard(worker)
 
     def heard(self, edges: Sequence[int], by: WorkerId) -> None:
         """A message has brought these; what they held is dropped here."""
@@ -77,7 +84,7 @@ class Releases:
     def flush(self, workers: set[WorkerId] | None = None) -> None:
         """Tell these workers, or all, what is queued for them."""
         for worker in self._edges.to_tell if workers is None else workers:
-            while edges := self._edges.to_release(worker, _MOST):
+            while edges := self._edges.to_release(worker, self._most):
                 if not self._tell(worker, edges):
                     break
 
