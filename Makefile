@@ -16,7 +16,7 @@ PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat faults conformance conformance-gpu bench bench-peers chart docs clean
+.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat faults conformance conformance-gpu streams bench bench-peers chart docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -79,6 +79,9 @@ conformance: $(STAMP) ## torch's own RPC suites against gradwire (a quarter of a
 
 conformance-gpu: $(STAMP) ## those that need one GPU
 	$(PY) -m tests.conformance --gpu
+
+streams: $(STAMP) ## random programs that switch streams, on a GPU: make streams PROGRAMS=2000
+	$(PY) -m tests.streams --programs $(PROGRAMS)
 
 bench: $(STAMP) ## gradwire beside torch.distributed.rpc, one table: make bench ONLY=noop,echo
 	$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
