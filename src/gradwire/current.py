@@ -31,7 +31,9 @@ or None, the run of an activation checkpoint (rpc/recompute) or None, and the en
 (autograd/scope.py) or None. A plain tuple: one is made for each call served.
 """
 
-_current: ContextVar[Current] = ContextVar("gradwire", default=(None, math.inf, None, None, None))
+NOWHERE: Current = (None, math.inf, None, None, None)
+"""Of code that no worker runs, outside of any context."""
+_current: ContextVar[Current] = ContextVar("gradwire", default=NOWHERE)
 
 # hot: each call, so these are not Python functions
 get_current: Callable[[], Current] = _current.get

@@ -303,3 +303,17 @@ def test_a_peer_may_not_use_one_word_for_two_blocks(workers):
 
     with pytest.raises(BadMessage, match="is known already, or one too many"):
         workers[1].worker.devices._incoming[0].open(message, DRIVER)
+
+
+def test_what_runs_in_a_backward_belongs_to_the_worker_that_began_it(workers):
+    """Torch would run it on a thread of the device, which knows neither worker nor context."""
+    seen = []
+
+    def program():
+        x = put(torch.ones(2), HERE).requires_grad_()
+        y = x * 2
+        y.register_hook(lambda _: seen.append(gw.get_worker_info().name))
+        y.sum().backward()
+
+    workers[0].run(program)
+    assert seen == ["w0"]

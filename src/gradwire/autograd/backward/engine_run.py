@@ -29,6 +29,7 @@ from gradwire.autograd.graph.edges import Edges, any_received
 from gradwire.autograd.graph.walk import node_of, reachable_from
 from gradwire.autograd.undo.nested_pass import inside
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
+from gradwire.current import NOWHERE, get_current
 from gradwire.errors import UsageError
 from gradwire.ids import EdgeId
 from gradwire.torch_private import (
@@ -260,7 +261,15 @@ def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any
         if recvs or this_thread.is_ordered:
             with ordered(recvs):
                 return _run_as_nested(start, roots, args, kwargs)
-    return _run_as_nested(start, roots, args, kwargs)
+    if get_current() is NOWHERE:
+        return _run_as_nested(start, roots, args, kwargs)
+    # A thread of torch's own, one for each device, would know neither worker, context nor deadline:
+    # hooks and checkpoints may make calls.
+    was_threaded = set_threaded(False)
+    try:
+        return _run_as_nested(start, roots, args, kwargs)
+    finally:
+        set_threaded(was_threaded)
 
 
 def _run_as_nested(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401

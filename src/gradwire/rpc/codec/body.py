@@ -225,8 +225,7 @@ class BodyCodec:
                 came = self._refs.unpacking(body.references, source, is_answered=is_answered)
             if not (headers := body.tensors):
                 return DecodedBody(self._decode_value(body.data, (), came))
-            on_cpu = arrive_on_cpu(headers)
-            if on_cpu:
+            if on_cpu := arrive_on_cpu(headers):
                 tensors = decode_tensors(headers, payload, self._limits)
             else:
                 tensors = self._devices.decode(headers, payload, source)
