@@ -12,6 +12,7 @@ import torch
 
 import gradwire
 from gradwire import DeadlinePassed, PeerLost, UsageError
+from gradwire.agent.membership.shutdown_state import OVER, QUIET
 from gradwire.agent.messages import Done
 from gradwire.testing import cluster, faults
 from tests.gates import GATES
@@ -155,6 +156,27 @@ def test_a_peer_that_leaves_with_our_answer_that_it_is_ready_is_not_told_again(w
 
         assert [one.result(30) for one in leaving] == [[], []]
     assert told_again == []
+
+
+def test_a_phase_that_is_reached_while_the_one_before_is_told_again_is_told_too(workers):
+    """Who tells all leaves a peer that was lost to the thread that tells it again."""
+    shutdown, peer = workers[1].worker._graceful_shutdown, workers[0].worker._graceful_shutdown
+    tell = shutdown._tell
+
+    def told_while_the_next_is_reached(worker, phase, deadline):
+        answer = tell(worker, phase, deadline)
+        if phase == OVER:
+            shutdown._tell_all(QUIET)
+        return answer
+
+    shutdown._tell = told_while_the_next_is_reached
+    shutdown._phase = OVER
+    shutdown._progress.disconnected(0)  # as if it were lost
+
+    shutdown._tell_again(0)
+
+    assert eventually(lambda: peer._progress.has_reached(1, QUIET))
+    assert not shutdown._progress.is_untold(0)
 
 
 # -- gradients

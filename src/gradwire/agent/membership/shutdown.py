@@ -113,14 +113,15 @@ class GracefulShutdown:
             return missing(phase)
 
     def _tell_all(self, phase: int) -> None:
-        self._phase = phase
+        with self._lock:  # not between the two steps of `_tell_again`
+            self._phase = phase
         deadline = self._agent.clock.now() + _TELL_SECONDS
         for info in [] if self._is_over else self._agent.directory.others():
             if self._progress.is_untold(info.id):
                 continue  # `_tell_again` tries already; a second try here would delay the others
             epoch = self._progress.epoch(info.id)
             try:
-                self._tell(info.id, deadline)
+                self._tell(info.id, phase, deadline)
             except GradwireError as error:
                 if _is_refusal(error):  # else it may come back
                     self._change(self._progress.refused, info.id, epoch)
@@ -137,10 +138,10 @@ class GracefulShutdown:
         behind = [name(worker) for worker in missing if worker not in late]
         return ShutdownResult([name(worker) for worker in late], lost, behind)
 
-    def _tell(self, worker: WorkerId, deadline: float) -> Promise[Outcome] | None:
+    def _tell(self, worker: WorkerId, phase: int, deadline: float) -> Promise[Outcome] | None:
         """Tell a peer our phase. The last one is a request: the peer confirms it."""
-        leaving = Leaving(self._phase)
-        if self._phase < READY:
+        leaving = Leaving(phase)
+        if phase < READY:
             self._agent.tell(worker, leaving, deadline=deadline, phase="shutdown")
             return None
 
@@ -205,13 +206,15 @@ class GracefulShutdown:
     def _tell_again(self, worker: WorkerId) -> None:
         """Repeat until the peer has been told or is gone, or this worker is closed."""
         while self._progress.is_untold(worker) and not self._is_over:
-            epoch = self._progress.epoch(worker)
+            epoch, phase = self._progress.epoch(worker), self._phase
             try:
-                answer = self._tell(worker, self._agent.clock.now() + _TELL_SECONDS)
+                answer = self._tell(worker, phase, self._agent.clock.now() + _TELL_SECONDS)
                 outcome = None if answer is None else self._agent.wait_for(worker, answer)
                 if isinstance(outcome, GradwireError):
                     raise outcome
-                self._change(self._progress.told, worker, epoch)
+                with self._lock:
+                    if phase == self._phase:  # else `_tell_all` has left the next one to us
+                        self._change(self._progress.told, worker, epoch)
             except GradwireError as error:
                 if _is_refusal(error):
                     self._change(self._progress.refused, worker, epoch)
