@@ -170,6 +170,7 @@ def test_a_phase_that_is_reached_while_the_one_before_is_told_again_is_told_too(
         return answer
 
     shutdown._tell = told_while_the_next_is_reached
+    workers[1].run(gradwire.rpc_sync, "w0", torch.add, (1, 1))  # a new connection starts anew
     shutdown._phase = OVER
     shutdown._progress.disconnected(0)  # as if it were lost
 
