@@ -72,14 +72,13 @@ async def taken_in_turns(order, programs):
             seen.append(threaded)
             (await turn.get()).set()
 
-    tasks = []
-    for turn, program in zip(turns, programs, strict=True):
-        tasks.append(asyncio.create_task(task(turn, program)))
-    for whose in order:
-        stepped = asyncio.Event()
-        turns[whose].put_nowait(stepped)
-        await stepped.wait()
-    await asyncio.gather(*tasks)
+    async with asyncio.TaskGroup() as group:  # one that fails ends the others
+        for turn, program in zip(turns, programs, strict=True):
+            group.create_task(task(turn, program))
+        for whose in order:
+            stepped = asyncio.Event()
+            turns[whose].put_nowait(stepped)
+            await stepped.wait()
     return seen
 
 
