@@ -165,9 +165,7 @@ def a_release_that_did_not_leave_is_forgotten(patch):
 @mutant(False, 4)
 def what_a_lost_worker_received_is_not_released(patch):
     def kept(self, peer):
-        for edge in tuple(self.received):
-            if edge.worker == peer and self.received.pop(edge, None) is not None:
-                self._quota.give_back(peer)
+        self.from_peers.pop(peer, None)
         return []
 
     patch.setattr(Edges, "peer_lost", kept)

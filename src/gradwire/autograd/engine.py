@@ -216,7 +216,7 @@ class Engine:
         active.edges_sent.add(edge)
         if active.is_partial and not leads_on(recv):
             return
-        if edge not in self.edges.received:
+        if not self.edges.is_alive(edge):
             raise self._gone(end)
         present = list(filter(_is_there, gradients))
         grad = torch.is_grad_enabled()
@@ -245,7 +245,7 @@ class Engine:
         if not this_thread.is_ordered:
             # Nor is its failure seen: the next run looks for tasks that it has left.
             this_thread.has_leftovers = True
-        if end.count and end.edge not in self.edges.received:
+        if end.count and not self.edges.is_alive(end.edge):
             raise self._gone(end)
         return self.coordinator.begin_native(end)
 

@@ -42,8 +42,8 @@ class DistAutogradContext:
 
     def _recv_functions(self) -> dict[int, Node]:
         received = self._edges.received
-        refs = [received[edge] for edge in tuple(self._context.received) if edge in received]
-        nodes = [(ref.edge, ref.node()) for ref in refs]
+        known = [edge for edge in tuple(self._context.received) if edge in received]
+        nodes = [(edge, received[edge].node()) for edge in known]
         return {_as_int(edge.worker, edge.n): node for edge, node in nodes if node is not None}
 
     def _known_worker_ids(self) -> set[WorkerId]:

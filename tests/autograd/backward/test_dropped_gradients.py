@@ -49,7 +49,7 @@ def first_sent(engine) -> EdgeId:
 
 
 def queued(engine) -> list[int]:
-    return list(engine.edges.queued.get(1, ()))
+    return list(engine.edges.came_from(1).untold)
 
 
 def test_when_the_pass_ends(w0):

@@ -561,12 +561,12 @@ def test_what_a_call_could_not_take_along_is_sent_by_the_next_tick(workers):
     releases._late = {1, 2}
     for worker, count in ((1, 100), (2, 10)):
         for n in range(count):
-            edges.queued.setdefault(worker, {})[n] = None
+            edges.came_from(worker).untold[n] = None
         releases.rode(worker, releases.riding_to(worker))
 
     assert releases._late == {1}
-    assert {worker: len(left) for worker, left in edges.queued.items()} == {1: 36, 2: 0}
-    edges.queued.clear()
+    assert [len(edges.came_from(worker).untold) for worker in (1, 2)] == [36, 0]
+    edges.from_peers.clear()
 
 
 @pytest.mark.parametrize("limits", [Limits(head=2048), Limits(elements=64)])

@@ -77,7 +77,7 @@ class Context(msgspec.Struct, weakref=True, eq=False):
             if n not in edges.sent:
                 self.sent.pop(n, None)
         for edge in tuple(self.received):
-            if edge not in edges.received:
+            if not edges.is_alive(edge):
                 self.received.pop(edge, None)
         self.prune_at = _FEW_EDGES + 2 * (len(self.sent) + len(self.received))
 

@@ -29,7 +29,7 @@ import msgspec
 import numpy
 import torch
 
-from gradwire.agent.serving.peer_limits import PeerLimit, over
+from gradwire.agent.serving.peer_limits import over
 from gradwire.autograd.graph.lineage import Lineage, meets, numbers, one, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.errors import BadMessage, PeerLost
@@ -96,9 +96,37 @@ class Join(msgspec.Struct, frozen=True):
 class RecvRef(weakref.ref[Any]):
     """Tells the end of a Recv; see Note [When a Recv is gone]."""
 
-    __slots__ = ("edge", "node")
-    edge: EdgeId
+    __slots__ = ("n", "node")
+    n: int
     node: weakref.ref[Node]
+
+
+@final
+class FromPeer:
+    """The edges that came from one sender, by number."""
+
+    __slots__ = ("alive", "dead", "untold")
+
+    def __init__(self) -> None:
+        self.alive: dict[int, RecvRef] = {}
+        self.dead: deque[RecvRef] = deque()
+        """those whose Recv is gone: its end, in any thread, only appends to this queue"""
+        self.untold: dict[int, None] = {}
+        """those of which the sender does not know yet that they are over"""
+
+    def look_for_dead(self) -> None:
+        """Move what is over from `alive` to `untold`."""
+        while self.dead:
+            try:
+                n = self.dead.popleft().n
+            except IndexError:  # another thread has taken it
+                return
+            self.ended(n)
+
+    def ended(self, n: int) -> None:
+        """An edge is over, unless it was released early before."""
+        if self.alive.pop(n, None) is not None:
+            self.untold[n] = None
 
 
 _open: dict[Edges, None] = {}
@@ -108,7 +136,7 @@ _open: dict[Edges, None] = {}
 def any_received() -> bool:
     """Whether a worker of this process has a Recv: then engine runs are prepared."""
     for edges in tuple(_open):  # noqa: SIM110  (half the time of a generator)
-        if edges.received:
+        if edges.has_recvs():
             return True
     return False
 
@@ -122,17 +150,14 @@ class Edges:
         """the lock is the worker's; see Note [Edges are not locked]"""
         self.sent: dict[int, Sent] = {}
         """by number; holds the token of the Send, and with it the graph behind the Send"""
-        self.received: dict[EdgeId, RecvRef] = {}
+        self.from_peers: dict[WorkerId, FromPeer] = {}
         self.joins: list[Join] = []
         self.lost_to: dict[int, WorkerId] = {}
         """the latest that were dropped with the worker they led to, which an error then names"""
-        self.dead: deque[RecvRef] = deque()
-        self.queued: dict[WorkerId, dict[int, None]] = {}
-        """by sender, the edges of which it does not know yet that they are over"""
         self._first = self._next = first
         self.latest_depth = 0
         """of the edges sent since the last pass"""
-        self._quota, self._most = PeerLimit("edges", most), most
+        self._most = most
         self._counting = threading.RLock()
         _open[self] = None
 
@@ -182,69 +207,83 @@ class Edges:
         depth = self.latest_depth = max(min(self.latest_depth, _DEEP), below) + 1
         return depth
 
-    def arrived(self, end: EdgeEnd, node: Node) -> None:
-        """A Recv was made. Its end, in any thread, only appends to a queue.
+    def came_from(self, sender: WorkerId) -> FromPeer:
+        """The table of this sender."""
+        # One step for the interpreter: another thread may have added it.
+        return self.from_peers.get(sender) or self.from_peers.setdefault(sender, FromPeer())
 
-        OverLimit if its sender has too many here that are alive.
-        """
-        edge = end.edge
-        if not self._quota.maybe_take(end.peer):
+    def arrived(self, end: EdgeEnd, node: Node) -> None:
+        """A Recv was made. OverLimit if its sender has too many here that are alive."""
+        table, n = self.came_from(end.peer), end.edge.n
+        if len(table.alive) >= self._most:
+            table.look_for_dead()
+        if len(table.alive) >= self._most:
             raise over("edges", self._most)
         sign = node.sign_of_life = numpy.empty(0)  # type: ignore[attr-defined]
-        ref = RecvRef(sign, self.dead.append)
-        ref.edge, ref.node = edge, weakref.ref(node)
-        self.received[edge] = ref
+        ref = RecvRef(sign, table.dead.append)
+        ref.n, ref.node = n, weakref.ref(node)
+        table.alive[n] = ref
+
+    def is_alive(self, edge: EdgeId) -> bool:
+        """Whether the Recv of an edge is alive, and its sender was not lost."""
+        table = self.from_peers.get(edge.worker)
+        return table is not None and edge.n in table.alive
 
     def unseen(self, edges: Iterable[EdgeId], sender: WorkerId) -> None:
         """A message with these edges was dropped before they became Recvs.
 
         On its sender's word no edges of others are released, nor what is alive here.
         """
+        table = self.came_from(sender)
         for edge in edges:
-            if edge.worker == sender and edge not in self.received:
-                self.queued.setdefault(sender, {})[edge.n] = None
+            if edge.worker == sender and edge.n not in table.alive:
+                table.untold[edge.n] = None
+
+    def has_recvs(self) -> bool:
+        """Whether a Recv is alive here."""
+        for table in tuple(self.from_peers.values()):  # noqa: SIM110  (as above)
+            if table.alive:
+                return True
+        return False
+
+    @property
+    def received(self) -> dict[EdgeId, RecvRef]:
+        """Every edge whose Recv is alive."""
+        tables = tuple(self.from_peers.items())
+        return {EdgeId(peer, n): ref for peer, own in tables for n, ref in own.alive.copy().items()}
 
     def recvs(self) -> list[Node]:
         """Every Recv that is alive, but for those that a finalizer has brought back to life."""
-        alive = [ref.node() for ref in tuple(self.received.values())]
+        alive = [ref.node() for ref in self.received.values()]
         return [node for node in alive if node is not None]
 
     @property
     def to_tell(self) -> list[WorkerId]:
         """The senders of edges that are over, which they do not know yet."""
-        self._look_for_dead()
-        return [sender for sender, edges in tuple(self.queued.items()) if edges]
+        found = []
+        for sender, table in tuple(self.from_peers.items()):
+            table.look_for_dead()
+            if table.untold:
+                found.append(sender)
+        return found
 
     def to_release(self, sender: WorkerId, most: int) -> list[int]:
         """Edges of this sender that nobody can differentiate through any more.
 
         They stay here until it `was_told`: to tell it twice does no harm. hot: each call and answer
         """
-        if self.dead:
-            self._look_for_dead()
-        edges = self.queued.get(sender)
-        return list(edges)[:most] if edges else []  # in one step: others add to it and take from it
+        table = self.from_peers.get(sender)
+        if table is None:
+            return []
+        if table.dead:
+            table.look_for_dead()
+        return list(table.untold)[:most]  # in one step: others add to it and take from it
 
     def was_told(self, sender: WorkerId, numbers: Iterable[int]) -> None:
         """A message with these has left for their sender."""
-        edges = self.queued.get(sender, {})
+        untold = self.came_from(sender).untold
         for n in numbers:
-            edges.pop(n, None)
-
-    def _look_for_dead(self) -> None:
-        while self.dead:
-            try:
-                edge = self.dead.popleft().edge
-            except IndexError:  # another thread has taken it
-                return
-            self._ended(edge)
-
-    def _ended(self, edge: EdgeId) -> None:
-        # It may have been released early, or lost with its sender.
-        if self.received.pop(edge, None) is not None:
-            sender = edge.worker
-            self._quota.give_back(sender)
-            self.queued.setdefault(sender, {})[edge.n] = None
+            untold.pop(n, None)
 
     def release(self, numbers: Iterable[int], by: WorkerId) -> list[object]:
         """The receiver holds these no more: what to drop, with no lock held, as graphs die there.
@@ -274,15 +313,12 @@ class Edges:
         before, as it had lost the opener, and then the edge is in the context only here.
         """
         for edge in received:
-            self._ended(edge)
+            self.came_from(edge.worker).ended(edge.n)
         return self._dropped(sent)
 
     def peer_lost(self, peer: WorkerId) -> list[object]:
         """It holds nothing of ours any more, and what it has sent leads nowhere."""
-        self.queued.pop(peer, None)
-        for edge in tuple(self.received):
-            if edge.worker == peer and self.received.pop(edge, None) is not None:
-                self._quota.give_back(peer)
+        self.from_peers.pop(peer, None)
         lost = [n for n, sent in tuple(self.sent.items()) if sent.peer == peer]
         known = [*self.lost_to.items(), *[(n, peer) for n in lost]]
         self.lost_to = dict(known[-_LOST_REMEMBERED:])
@@ -291,7 +327,7 @@ class Edges:
     def clear(self) -> list[object]:
         """This worker shuts down."""
         _open.pop(self, None)
-        self.received.clear()
+        self.from_peers.clear()
         return self._dropped(tuple(self.sent))
 
     def _dropped(self, numbers: Iterable[int]) -> list[object]:

@@ -79,7 +79,7 @@ class Releases:
         if late := waiting & self._late:
             self._agent.dispatch.service.submit(partial(self.flush, late))
         self._late = waiting - late
-        return now + _TICK_SECONDS if self._edges.received or waiting else None
+        return now + _TICK_SECONDS if waiting or self._edges.has_recvs() else None
 
     def flush(self, workers: set[WorkerId] | None = None) -> None:
         """Tell these workers, or all, what is queued for them."""

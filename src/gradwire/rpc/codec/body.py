@@ -274,8 +274,8 @@ class BodyCodec:
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
     """The indices of tensors that require grad and that no edge records. hot: each message"""
-    if not any(map(_flags_of, headers)):
-        return []
+    if len(headers) == len(crossings) == 1 or not any(map(_flags_of, headers)):
+        return []  # the edge has a tensor, the only one
     cut = {n for n, header in enumerate(headers) if header.flags & REQUIRES_GRAD}
     return sorted(cut.difference(*map(_tensors_of, crossings)))
 
