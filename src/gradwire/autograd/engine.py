@@ -82,7 +82,7 @@ class Engine:
             agent, self.contexts, self.edges, self.passes, locks, inside, seconds
         )
         self.deadline_for_peer = self._participant.deadline
-        self._forgetting = Forgetting(agent, self.contexts, self.close)
+        self._forgetting = Forgetting(agent, self.contexts, self.releases, self.close)
         agent.handle(Gradients, self._serve_gradients, Lane.CONTROL)
         agent.on_peer_lost(self._peer_lost)
 
@@ -349,10 +349,11 @@ class Engine:
         context = self.contexts.close(id, lost)
         if context is None:
             return
-        dropped = self.edges.release_early(tuple(context.sent), tuple(context.received))
+        sent = tuple(context.sent)
+        dropped = self.edges.release_early(sent, tuple(context.received))
         self.releases.expect()
-        passes = self.passes.all()
-        released = union([one(EdgeId(self._me, n)) for n in tuple(context.sent)]) if passes else {}
+        passes = self.passes.all() if len(self.passes) else []
+        released = union([one(EdgeId(self._me, n)) for n in sent]) if passes else {}
         for active in passes:
             if active.context is not context and not meets(active.mine, released):
                 continue

@@ -31,14 +31,19 @@ def current_context() -> ContextId | None:
     return None if stay is None else stay[0]
 
 
-def enter(context: ContextId, saving: Saving | None = None) -> None:
-    """From now on this code runs in a context, until it leaves it."""
+def stay_in(context: ContextId, saving: Saving | None) -> _Stay:
+    """Prepare this thread for a context: what to make the last entry of the current slot."""
     lift_this_thread(ROOM)  # See Note [The order of waiting], graph/walk.py
     kept = None if saving is None else saving()
     if kept is not None:
         kept.__enter__()
+    return context, kept
+
+
+def enter(context: ContextId, saving: Saving | None = None) -> None:
+    """From now on this code runs in a context, until it leaves it."""
     worker, deadline, inbound, run, _ = get_current()
-    set_current((worker, deadline, inbound, run, (context, kept)))
+    set_current((worker, deadline, inbound, run, stay_in(context, saving)))
 
 
 def leave(context: ContextId) -> None:

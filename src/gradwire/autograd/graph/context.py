@@ -24,6 +24,7 @@ from gradwire.agent.requests.timer import Resender
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.autograd.graph.edges import Edges
+from gradwire.autograd.graph.release import Releases
 from gradwire.autograd.messages import Attended, Forget, QueryContext
 from gradwire.errors import (
     BadMessage,
@@ -197,9 +198,14 @@ class Forgetting:
     """What one worker has to say about contexts that are closed."""
 
     def __init__(
-        self, agent: Agent, contexts: Contexts, close: Callable[[ContextId, str | None], None]
+        self,
+        agent: Agent,
+        contexts: Contexts,
+        releases: Releases,
+        close: Callable[[ContextId, str | None], None],
     ) -> None:
         self._agent, self._contexts, self._close = agent, contexts, close
+        self._releases = releases
         self._resender: Resender[Callable[[], None]] = Resender(agent.timer, self._send_again)
         agent.handle(Forget, self._serve_forget, Lane.SERVICE)
         agent.handle(QueryContext, self._serve_query, Lane.SERVICE)
@@ -209,7 +215,9 @@ class Forgetting:
         """Tell it now, or later if that fails."""
         try:
             limit = self._agent.clock.now() + (_SECONDS if tried else _AT_ONCE_SECONDS)
-            self._agent.tell(worker, Forget(context), deadline=limit)
+            edges = self._releases.riding_to(worker)
+            self._agent.tell(worker, Forget(context, edges), deadline=limit)
+            self._releases.rode(worker, edges)
         except UsageError:  # this worker has shut down
             return
         except GradwireError:
@@ -250,6 +258,7 @@ class Forgetting:
             context = spoken_context(message.context)
             raise BadMessage(f"w{source.worker} closes {context}, which it has not opened")
         self._close(message.context, None)
+        self._releases.heard(message.released, source.worker)
 
     def _serve_query(self, message: QueryContext, _: Payload, source: Source) -> None:
         if opener_of(message.context) != self._agent.directory.me.id:

@@ -24,7 +24,7 @@ from gradwire.agent.requests.timer import ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.api import check_scalar_root
 from gradwire.autograd.modes import in_modes
-from gradwire.autograd.scope import enter, leave
+from gradwire.autograd.scope import stay_in
 from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
 from gradwire.ids import CallId, ContextId, ForkId
@@ -56,7 +56,7 @@ class CallScope:
     hot: each call served, so it is not made of nested `with` blocks
     """
 
-    __slots__ = ("_context", "_drawing", "_kept", "_outer")
+    __slots__ = ("_drawing", "_kept", "_outer", "_stay")
 
     def __init__(
         self,
@@ -71,28 +71,28 @@ class CallScope:
         if worker.own is not None:  # it draws from its own random generator
             self._drawing = worker.own.drawing()
             self._drawing.__enter__()
+        engine, stay = worker.engine, None
+        kept: AbstractContextManager[object] | None = None
+        if context is not None:
+            stay = stay_in(context, engine.saving)
+            kept = stay[1]
+        elif engine.saving is not None and makes_graphs and not engine.only_in_contexts:
+            kept = engine.saving()
+            kept.__enter__()
+        self._stay, self._kept = stay, kept
         _, outer_deadline, outer_inbound, run, _ = get_current()
         if outer_deadline < deadline:
             deadline = outer_deadline
         if inbound is None:
-            self._outer = set_current((worker, deadline, outer_inbound, run, None))
+            self._outer = set_current((worker, deadline, outer_inbound, run, stay))
         else:
-            self._outer = set_current((worker, deadline, inbound, None, None))
-        self._context = context
-        self._kept: AbstractContextManager[object] | None = None
-        engine = worker.engine
-        if context is not None:
-            enter(context, engine.saving)
-        elif engine.saving is not None and makes_graphs and not engine.only_in_contexts:
-            self._kept = engine.saving()
-            self._kept.__enter__()
+            self._outer = set_current((worker, deadline, inbound, None, stay))
 
     def leave(self) -> None:
         """Restore what was current before."""
-        if self._kept is not None:
+        # A function may have left the context itself, and with it what was entered for it.
+        if self._kept is not None and (self._stay is None or get_current()[4] is self._stay):
             self._kept.__exit__(None, None, None)
-        if self._context is not None:
-            leave(self._context)
         reset_current(self._outer)
         if self._drawing is not None:
             self._drawing.__exit__(None, None, None)
