@@ -201,7 +201,7 @@ def examples() -> list[Message]:
         RunDone(PassId(1, 1), True),
         PassEnded(PassId(0, 1), None),
         Release([0]),
-        Forget(context),
+        Forget(context, [7]),
         agent_messages.Failure("builtins:ValueError", "text", None, "", "w0"),
         agent_messages.Done(),
     ]

@@ -258,7 +258,7 @@ def doubled(through, x):
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_context_is_closed_by_its_opener(workers, at):
     def attack(context):
-        say(workers[2].worker, at, Forget(context))
+        say(workers[2].worker, at, Forget(context, []))
         assert eventually(lambda: refused(workers, 1))
 
     assert workers[0].run(in_a_context, attack) == 2
@@ -268,7 +268,7 @@ def test_a_context_is_closed_by_its_opener(workers, at):
 def test_who_calls_in_a_context_does_not_close_it_for_others(workers):
     def attack(context):
         call_in(workers[2].worker, 1, context)
-        say(workers[2].worker, 1, Forget(context))
+        say(workers[2].worker, 1, Forget(context, []))
         assert eventually(lambda: refused(workers, 1))
 
     assert workers[0].run(in_a_context, attack) == 2
@@ -276,7 +276,7 @@ def test_who_calls_in_a_context_does_not_close_it_for_others(workers):
 
 
 def test_a_context_is_not_closed_before_it_is_there(workers):
-    say(workers[2].worker, 1, Forget(0))
+    say(workers[2].worker, 1, Forget(0, []))
     assert eventually(lambda: refused(workers, 1))
 
     assert workers[0].run(in_a_context, lambda _: None) == 2
@@ -285,7 +285,7 @@ def test_a_context_is_not_closed_before_it_is_there(workers):
 
 @pytest.mark.parametrize("context", [-1, (1 << 63) - 1, 99 << 48])
 def test_a_context_of_nobody_is_closed_by_nobody(workers, context):
-    say(workers[2].worker, 1, Forget(context))
+    say(workers[2].worker, 1, Forget(context, []))
 
     assert eventually(lambda: refused(workers, 1))
     assert not workers[1].worker.engine.contexts.is_over(context)
@@ -298,7 +298,7 @@ def test_who_alone_has_called_in_a_context_does_not_close_it_either(workers):
 
     def attack(context):
         call_in(hostile, 1, context)
-        say(hostile, 1, Forget(context))
+        say(hostile, 1, Forget(context, []))
         assert eventually(lambda: refused(workers, 1))
         x = torch.ones(1, requires_grad=True)
         gradwire.rpc_sync("w1", echo, (x,)).backward()

@@ -89,7 +89,7 @@ class Forget(Message, frozen=True, tag=0x25):
     """The opener of a context to a worker that knows it: it is closed, drop it."""
 
     context: ContextId
-    released: list[int] = []
+    released: list[int]
     """edges of the receiver that are over; see Release"""
 
 

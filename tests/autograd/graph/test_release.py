@@ -189,6 +189,23 @@ def test_in_a_loop_releases_ride_on_calls_and_answers(without_a_tick):
     assert set(said.names()) == {"Call", "Result", "Start", "Gradients"}
 
 
+def test_the_end_of_a_context_takes_along_what_its_opener_has_received(without_a_tick):
+    workers, said = without_a_tick
+    near, far = (member.worker.engine for member in workers)
+
+    def program():
+        with gw.context():
+            kept.append(gw.rpc_sync("w1", doubled, args=(number(),)))
+            kept.append(gw.rpc_sync("w1", doubled, args=(kept[0].detach(),)))
+
+    kept: list[torch.Tensor] = []
+    workers[0].run(program)
+
+    assert near.edges.to_tell == []  # no other message need tell it
+    assert eventually(lambda: not far.edges.sent)
+    assert said.names()[-1] == "Forget"
+
+
 def test_what_rides_on_an_answer_is_heard_though_nobody_reads_it(without_a_tick):
     workers, _ = without_a_tick
     near, far = (member.worker.engine for member in workers)

@@ -112,7 +112,7 @@ def to_wire(lineage: Lineage) -> Wire:
     """As it is sent. hot: each crossing and each pass"""
     sent = {}
     for chunk, bits in lineage.items():
-        sent[chunk] = bits.to_bytes(bits.bit_length() + 7 >> 3, "little")  # noqa: PERF403  (see above)
+        sent[chunk] = bits.to_bytes(bits.bit_length() + 7 >> 3, "little")
     return sent
 
 

@@ -1,10 +1,10 @@
 """Tells the senders of edges that their Recvs are no more.
 
 The end of a Recv only queues its edge: a finalizer must not send. What is queued for a worker rides
-on the next call or answer to it, so a loop of training needs no message for it. A tick of the
-timer, while there are Recvs or something is queued, sends what has found no ride since the tick
-before. To be told of an edge twice does no harm, so an edge stays in the queue until a message with
-it has left.
+on the next call or answer to it, or on the end of a context, so a loop of training needs no message
+for it. A tick of the timer, while there are Recvs or something is queued, sends what has found no
+ride since the tick before. To be told of an edge twice does no harm, so an edge stays in the queue
+until a message with it has left.
 
 A peer that is lost needs no word, nor a connection to tell it: both sides drop the edges between
 them, and an edge comes by a connection.
