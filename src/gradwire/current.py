@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -143,22 +143,33 @@ def user_level(frame: FrameType) -> int:
     return level
 
 
-NO_LINE = ("", 0)
+UserLine = tuple[CodeType, int]
+"""A place in the user's code: to find its line takes longer, and few are ever asked for."""
 _library_files: set[str] = set()
 """those found so far: looking a name up is faster than comparing its beginning"""
 
 
-def user_line(above: int = 1) -> tuple[str, int]:
-    """The file and line of the user's code that runs now, if any. hot: each message with a graph
+def user_line(above: int = 1) -> UserLine | None:
+    """Where the user's code runs now, if any does. hot: each message with a graph
 
     So many callers of this function are known to be gradwire's.
     """
     frame: FrameType | None = sys._getframe(above)
     while frame is not None:
-        name = frame.f_code.co_filename
+        code = frame.f_code
+        name = code.co_filename
         if name not in _library_files:
             if not name.startswith(_LIBRARIES):
-                return NO_LINE if name == threading.__file__ else (name, frame.f_lineno)
+                return None if name == threading.__file__ else (code, frame.f_lasti)
             _library_files.add(name)
         frame = frame.f_back
-    return NO_LINE
+    return None
+
+
+def spoken_line(place: UserLine | None) -> str:
+    """The file and line of a place, or ''."""
+    if place is None:
+        return ""
+    code, at = place
+    lines = (line for start, end, line in code.co_lines() if start <= at < end)
+    return f"{code.co_filename}:{next(lines, None) or code.co_firstlineno}"

@@ -28,13 +28,13 @@ from gradwire.autograd.backward.participant import Participant
 from gradwire.autograd.backward.pass_table import PassTable
 from gradwire.autograd.graph.context import Context, Contexts, Forgetting
 from gradwire.autograd.graph.crossing import EdgeEnd, arrive, check_crossing, check_gradients, leave
-from gradwire.autograd.graph.edges import Edges, LiveEdge, Made
+from gradwire.autograd.graph.edges import Edges, LiveEdge
 from gradwire.autograd.graph.lineage import meets, one, union
 from gradwire.autograd.graph.release import Releases
 from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.undo.leaf import LeafLocks
-from gradwire.current import NO_LINE, user_line
+from gradwire.current import spoken_line, user_line
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
@@ -106,10 +106,10 @@ class Engine:
         tag = context and context.id
         is_one = self._edge_per_message or len(differentiable) == 1
         groups = [differentiable] if is_one else [[n] for n in differentiable]
-        made = Made(self._agent.clock.now(), user_line(_FRAMES_OF_A_CALL) if is_call else NO_LINE)
+        made = self._agent.clock.now(), user_line(_FRAMES_OF_A_CALL) if is_call else None
         edges, homes_of, left = self.edges, self.devices.homes_of, []
         for places in groups:
-            crossed = leave(edges, self._ref, tag, peer, places, tensors, made, homes_of)
+            crossed = leave(edges, self._ref, tag, peer, places, tensors, *made, homes_of)
             left.append(crossed)
             if context is not None:
                 context.sent[crossed.edge.n] = None
@@ -286,10 +286,9 @@ class Engine:
     def live_edges(self) -> list[LiveEdge]:
         """What holds graphs here, oldest first."""
         now, found = self._agent.clock.now(), []
-        for sent in sorted(self.edges.sent.copy().values(), key=lambda sent: sent.made.when):
-            made, to = sent.made, self._agent.directory.name(sent.peer)
-            line = "a result" if made.line == NO_LINE else ":".join(map(str, made.line))
-            found.append(LiveEdge(str(sent.edge), to, now - made.when, sent.bytes, line))
+        for sent in sorted(self.edges.sent.copy().values(), key=lambda sent: sent.made_at):
+            to, line = self._agent.directory.name(sent.peer), spoken_line(sent.line) or "a result"
+            found.append(LiveEdge(str(sent.edge), to, now - sent.made_at, sent.bytes, line))
         return found
 
     def report_leaks(self) -> None:

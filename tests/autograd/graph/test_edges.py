@@ -13,11 +13,10 @@ import torch
 
 from gradwire.autograd.graph import crossing
 from gradwire.autograd.graph.crossing import _JOINS_KEPT
-from gradwire.autograd.graph.edges import Edges, Made
+from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import from_wire, plus, to_wire, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.autograd.messages import Crossing
-from gradwire.current import NO_LINE
 from gradwire.errors import BadMessage, OverLimit
 from gradwire.ids import EdgeId
 
@@ -40,7 +39,7 @@ def edges():
 
 
 def leave(edges, tensor, peer=1):
-    return crossing.leave(edges, HOME, None, peer, [0], [tensor], Made(0.0, NO_LINE))
+    return crossing.leave(edges, HOME, None, peer, [0], [tensor], 0.0, None)
 
 
 def answer_to(*crossings, n=0, worker=1):

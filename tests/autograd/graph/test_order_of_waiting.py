@@ -23,10 +23,9 @@ import torch
 
 import gradwire as gw
 from gradwire.autograd.graph import crossing
-from gradwire.autograd.graph.edges import Edges, Made
+from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import one, to_wire
 from gradwire.autograd.messages import Crossing
-from gradwire.current import NO_LINE
 from gradwire.ids import EdgeId
 from gradwire.options import Options, Timeouts
 from gradwire.testing import cluster
@@ -434,7 +433,7 @@ def test_what_another_thread_made_of_it_is_lifted_when_it_is_sent_on(edges):
 
     made = on_a_new_thread(make)
     assert all(place(tensor) < DEPTH for tensor in made)
-    crossed = crossing.leave(edges, HOME, None, 1, [0], [made[-1]], Made(0.0, NO_LINE))
+    crossed = crossing.leave(edges, HOME, None, 1, [0], [made[-1]], 0.0, None)
 
     assert all(place(tensor) > DEPTH for tensor in made)
     assert crossed.depth == sequence_number(edges.sent[0].node) == DEPTH + 1

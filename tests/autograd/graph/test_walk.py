@@ -10,7 +10,7 @@ import torch
 
 from gradwire.autograd.graph import crossing
 from gradwire.autograd.graph import walk as graph
-from gradwire.autograd.graph.edges import Edges, Made
+from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import (
     by_worker,
     from_wire,
@@ -20,7 +20,6 @@ from gradwire.autograd.graph.lineage import (
     union,
 )
 from gradwire.autograd.messages import Crossing
-from gradwire.current import NO_LINE
 from gradwire.errors import BadMessage, ContextClosed, UsageError
 from gradwire.ids import EdgeId
 from gradwire.torch_private import sequence_number
@@ -43,7 +42,7 @@ def edges():
 
 
 def leave(edges, tensor, context=None):
-    return crossing.leave(edges, HOME, context, 1, [0], [tensor], Made(0.0, NO_LINE))
+    return crossing.leave(edges, HOME, context, 1, [0], [tensor], 0.0, None)
 
 
 def arrive(edges, crossed, tensor=None, context=None):

@@ -37,7 +37,7 @@ import torch
 from torch.autograd import Function
 
 from gradwire.agent.devices.links import Home
-from gradwire.autograd.graph.edges import Edges, Join, Made, Sent
+from gradwire.autograd.graph.edges import Edges, Join, Sent
 from gradwire.autograd.graph.lineage import (
     Lineage,
     from_wire,
@@ -58,6 +58,7 @@ from gradwire.autograd.graph.walk import (
     set_origin,
 )
 from gradwire.autograd.messages import Crossing
+from gradwire.current import UserLine
 from gradwire.errors import BadMessage, ContextClosed
 from gradwire.ids import ContextId, EdgeId, WorkerId
 from gradwire.torch_private import (
@@ -182,13 +183,14 @@ def leave(
     peer: WorkerId,
     places: list[int],
     tensors: Sequence[torch.Tensor],
-    made: Made,
+    made_at: float,
+    line: UserLine | None,
     homes_of: HomesOf | None = None,
 ) -> Crossing:
     """Record that the tensors at these places of a message leave together by one new edge."""
     if not is_recording():
         with recording():
-            return leave(edges, engine, context, peer, places, tensors, made, homes_of)
+            return leave(edges, engine, context, peer, places, tensors, made_at, line, homes_of)
     leaving, held, size, homes = [], [], 0, None
     for place in places:
         tensor = tensors[place]
@@ -208,7 +210,7 @@ def leave(
     origin = origin_behind(node)
     lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
     set_sequence_number(node, depth)
-    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, made, size)
+    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, size, made_at, line)
     return Crossing(edge, depth, to_wire(lineage), places)
 
 

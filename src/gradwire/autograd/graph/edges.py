@@ -32,6 +32,7 @@ import torch
 from gradwire.agent.serving.peer_limits import over
 from gradwire.autograd.graph.lineage import Lineage, meets, numbers, one, union
 from gradwire.autograd.graph.walk import ROOM
+from gradwire.current import UserLine
 from gradwire.errors import BadMessage, PeerLost
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.torch_private import Node
@@ -41,15 +42,6 @@ if TYPE_CHECKING:
 
 _LOST_REMEMBERED = 1 << 12
 _DEEP = ROOM // 2
-
-
-class Made(msgspec.Struct, frozen=True):
-    """When and where an edge was made."""
-
-    when: float
-    """by the clock of the worker"""
-    line: tuple[str, int]
-    """of the user's program; of no file if it is the result of a call, or a gradient"""
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -62,9 +54,12 @@ class Sent(msgspec.Struct, frozen=True):
     token: torch.Tensor
     node: Node
     """the Send"""
-    made: Made
     bytes: int
     """of the tensors, as if none were sparse"""
+    made_at: float
+    """by the clock of the worker"""
+    line: UserLine | None
+    """of the user's program that sent it; None if it is the result of a call, or a gradient"""
 
 
 class LiveEdge(NamedTuple):
