@@ -290,8 +290,8 @@ class Agent:
     def check_asker(self, source: Source) -> None:
         """PeerLost if the peer that sent a request is gone: nobody would release its result.
 
-        Hold the lock of the `on_peer_lost` listener around this check and the insertion of per-peer
-        state, or check after the insertion; otherwise the listener can run in between and miss it.
+        To add state about a peer, do so and check under the lock that your `on_peer_lost` listener
+        takes, or check afterwards. Otherwise the listener may run in between and miss it.
         """
         if source.channel not in self._channels_to(source.worker, ()):
             raise PeerLost(f"the caller {self.directory.name(source.worker)} was lost")
@@ -343,7 +343,7 @@ class Agent:
         """As `wait`, where it was not `done` a moment ago. hot: every call"""
         known = self._channels_to(peer)  # type: ignore[arg-type]  # None has no channel
         channel = known[0] if known else None
-        pool = mine.pool  # of another worker, if a finalizer of ours runs on its thread
+        pool = mine.pool  # of another worker, if one of our finalizers runs on its thread
         if pool is None or pool.limit is None:
             self._connections.readers.wait(channel, done, block)
         else:
@@ -377,7 +377,7 @@ class Agent:
             self.dispatch.user.submit(partial(heard[2], worker, message))
 
     def guarded(self, source: Source, job: Job) -> None:
-        """Run what a handler has left to do; if it raises, the exception is the answer."""
+        """Run the rest of a handler's work; if it raises, the exception is the answer."""
         try:
             job()
         except BaseException as error:  # the peer must be told of any failure
@@ -433,7 +433,7 @@ class Agent:
 def _make_frame(
     message: Message, payload: Sequence[Buffer], limits: Limits, request: int = 0, flags: int = 0
 ) -> Frame:
-    """NotSerializable if it is over the limits: the receiver would close the connection."""
+    """The frame of a message; NotSerializable over the limits, where a peer would hang up."""
     head = encode(message)
     if len(head) > limits.head or (payload and sum(map(len, payload)) > limits.payload):
         body = sum(map(len, payload))

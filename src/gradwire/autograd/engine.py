@@ -1,9 +1,10 @@
-"""The autograd engine of one worker: what crosses here in forward and in backward.
+"""The autograd engine of one worker: records edges in forward, sends gradients in backward.
 
 It ties the parts of this layer together, and the Send and Recv nodes call it.
 
 Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
-so other holders of the buffer may write to it.
+so other holders of the buffer may write to it. The last gradients of a run are the exception: they
+are sent after the engine has returned, and no node runs between.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from gradwire.wire.tensor import are_on_cpu, arrive_on_cpu, decode_tensors, enco
 
 _log = logging.getLogger("gradwire")
 _LONG_SECONDS, _MANY = 60.0, 100
-"""What is reported at shutdown: a program may well keep some results to its end."""
+"""At shutdown a warning tells of so many edges that are older than this: few are normal."""
 _is_there: Any = partial(is_not, None)
 _FRAMES_OF_A_CALL = 6
-"""From `attach_send` up to the caller of the method of `Calls`, in rpc, that makes the call."""
+"""The stack frames between `attach_send` and the code that made the call through rpc's `Calls`."""
 
 
 @final
@@ -96,7 +97,7 @@ class Engine:
         *,
         is_call: bool = False,
     ) -> list[Crossing]:
-        """Record the edges by which the tensors of a message leave that require a gradient."""
+        """Record edges for those tensors of a message that require a gradient."""
         differentiable = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
         if not differentiable:
             return []
@@ -124,7 +125,7 @@ class Engine:
         crossings: Sequence[Crossing],
         tensors: list[torch.Tensor],
     ) -> bool:
-        """Replace what crossed by outputs of Recv nodes; False if this worker records nothing."""
+        """Replace tensors that crossed by outputs of Recvs; False if no graph is recorded here."""
         context = None if id is None else self.contexts.maybe(id) or self._maybe_open(id, peer)
         if context is None and self.only_in_contexts:
             self.drop_crossings(crossings, peer)
@@ -143,10 +144,10 @@ class Engine:
         return True
 
     def _maybe_open(self, id: ContextId, source: WorkerId | None = None) -> Context | None:
-        """The context, unless it is closed: then what is made in it is made outside of it."""
+        """The context; None if it is closed: then the new edges belong to no context."""
         context = self.contexts.heard_of(id, source)
         if context is None and self.only_in_contexts and self.contexts.lost_with(id) is not None:
-            self.contexts.find(id)  # raises: without it the graph would be cut
+            self.contexts.find(id)  # raises: to go on without it would cut the graph
         return context
 
     def withdraw(self, crossings: Sequence[Crossing]) -> None:
@@ -175,7 +176,7 @@ class Engine:
             if message.crossings:
                 self.attach_recv(end.context, end.peer, message.crossings, present)
         except BaseException:
-            # Not the blocks of its tensors: decoding has given them back.
+            # Decoding has given back the blocks of its tensors.
             self.drop_crossings(message.crossings, end.peer)
             raise
         if len(present) == len(message.present):
@@ -204,12 +205,11 @@ class Engine:
     def send_gradients(
         self, recv: Node, end: EdgeEnd, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Called by a Recv: send the gradients of its edge, unless the pass ends at that Recv.
+        """Called by a Recv: send the gradients of its edge, unless nothing behind it is needed.
 
-        `backward(inputs=[received])` executes the Recv only because its tensor keeps a gradient: no
-        other worker waits for it. The last gradients of a run, if they go to the coordinator, are
-        held until the engine has returned, and stand for RunDone too. Under create_graph a gradient
-        may cross by an edge, as values do.
+        `backward(inputs=[received])` runs the Recv only so that its tensor gets a gradient. If the
+        last gradients of a participant go to the coordinator, they are sent after the engine has
+        returned, and also serve as RunDone. Under create_graph a gradient gets an edge of its own.
         """
         active = self.passes.of_run(current_run()) or self._begin_native(end)
         edge, peer = end.edge, end.peer
@@ -243,7 +243,8 @@ class Engine:
     def _begin_native(self, end: EdgeEnd) -> AnyPass:
         """See Note [Which pass a node runs for], backward/pass_table.py."""
         if not this_thread.is_ordered:
-            # Nor is its failure seen: the next run looks for tasks that it has left.
+            # It was not started by Python code, so its failure is not seen either: the next run
+            # looks for tasks that it has left.
             this_thread.has_leftovers = True
         if end.count and not self.edges.is_alive(end.edge):
             raise self._gone(end)
@@ -292,7 +293,7 @@ class Engine:
         return found
 
     def report_leaks(self) -> None:
-        """All programs are over: say what others have held for long, such as in a cycle."""
+        """All programs are over: warn of edges that others have held for long, as by a cycle."""
         old = [edge for edge in self.live_edges() if edge.age > _LONG_SECONDS]
         if len(old) >= _MANY:
             _log.warning(
@@ -307,7 +308,7 @@ class Engine:
             active.fail(PeerLost(reason))
             self.passes.over(active)
             if isinstance(active, ParticipantPass) and active.undo_log and active.wait_for_run(0):
-                # Nobody will say how the pass ended: its changes stay, and nobody is told.
+                # It will not be known here how the pass ended: its changes stay.
                 active.undo_log.keep(lambda _: None)
         for id in self.contexts.all():
             self.contexts.close(id)
@@ -317,7 +318,7 @@ class Engine:
     # -- the life of a context
 
     def calling(self, id: ContextId | None, peer: WorkerId) -> ContextId | None:
-        """The context of a call to this peer; a closed one is left out, or it would be reopened."""
+        """The context of a call to this peer; None if it is closed, or the peer would reopen it."""
         if id is None:
             return None
         context = self.contexts.maybe(id) or self.contexts.heard_of(id)
@@ -339,12 +340,12 @@ class Engine:
         self._agent.dispatch.service.submit(partial(self._forgetting.ask, id))
 
     def called(self, id: ContextId | None, peer: WorkerId) -> None:
-        """The call has left. If its context was closed meanwhile, the peer may not have heard."""
+        """The call has left. If its context was closed meanwhile, tell the peer."""
         if id is not None and self.contexts.maybe(id) is None and opener_of(id) == self._me:
             self._forgetting.tell(peer, id)
 
     def close(self, id: ContextId, lost: str | None = None) -> None:
-        """Drop a context here, as `lost` was lost; the opener tells all who know it."""
+        """Drop a context here, because `lost` was lost if set; the opener tells all it called."""
         context = self.contexts.close(id, lost)
         if context is None:
             return
@@ -359,8 +360,8 @@ class Engine:
             why = "" if lost is None else f", as {lost} was lost"
             here = self._agent.directory.me.name
             active.fail(ContextClosed(f"{context} was closed on {here}{why}"))
-            # One whose run has begun is ended by that, or by its coordinator, which knows its
-            # outcome. Until then the nodes of the run find it, and raise what ended it.
+            # A pass whose run has begun stays: the run, or the coordinator, ends it. Until then the
+            # nodes of the run find the pass, and raise its error.
             if not isinstance(active, CoordinatedPass) and active.undo_log is None:
                 self.passes.over(active)
         del dropped
@@ -369,7 +370,7 @@ class Engine:
                 self._forgetting.tell(worker, id)
 
     def _peer_lost(self, worker: WorkerId, error: PeerLost) -> None:
-        """Drop what is known now only: a peer that comes back may open new contexts meanwhile."""
+        """Drop only the contexts that exist now: a peer that comes back may open new ones."""
         self.passes.peer_lost(worker, error)
         known = [id for id in self.contexts.all() if opener_of(id) == worker]
         settle, dropped = self._participant.coordinator_lost(worker), self.edges.peer_lost(worker)

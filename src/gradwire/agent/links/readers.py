@@ -319,7 +319,7 @@ class ChannelReaders:
                 # thread still holds the lock, and read beside the new holder.
                 this_thread.reads = None
                 reader.read_lock.release()  # one step
-                # From here nobody may be reading. An interrupt is harmless: it can take the lock.
+                # From here on perhaps nobody reads. An interrupt is harmless: it can take the lock.
                 # If a thread still waits, a reader thread takes over now. If not, the next frame
                 # may wait for a look of the watchdog.
                 if not is_done or (len(reader.waiting) > 1 and reader.is_wanted()):
@@ -468,7 +468,7 @@ class ChannelReaders:
     # -- the watchdog
 
     def _watch(self, reader: ChannelReader) -> None:
-        """Let the watchdog look at this channel, which nobody may be reading."""
+        """Let the watchdog look at this channel, which perhaps nobody reads."""
         self._watched[reader] = None  # before the flag is read: see `_run_watchdog`
         if not self._is_watching:
             self._wake_watchdog.put(None)
@@ -493,7 +493,7 @@ class ChannelReaders:
                 self._wake_watchdog.put(None)
 
     def _check_all(self) -> bool:
-        """Whether there is a channel on which nobody has read since the last look."""
+        """Check all watched channels; whether one of them is neither busy nor read by a thread."""
         is_quiet = False
         for reader in tuple(self._watched):
             try:
@@ -504,7 +504,7 @@ class ChannelReaders:
         return is_quiet
 
     def _check(self, reader: ChannelReader) -> bool:
-        """Handle what has come and ensure a reader; True if nobody has read since the last look.
+        """Handle what has come and ensure a reader; True unless it has ended, is busy or is read.
 
         A channel is watched until one of its reader threads holds the read lock.
         """
@@ -555,7 +555,7 @@ class ChannelReaders:
 
 
 def refuse_to_wait(*_: object) -> NoReturn:
-    """The answer would be read by a thread that a forked process does not have."""
+    """Refuse: in a forked process no thread would read the answer."""
     hint = "start processes by spawn, or wait in the worker and hand over the value"
     raise UsageError(FORKED, hint=hint)
 

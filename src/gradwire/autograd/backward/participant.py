@@ -7,12 +7,13 @@ Note [Who may start a run here]: the numbers of edges can be guessed, so any mem
 for a graph in which it has no part. Its run would free the graph's saved tensors, or occupy a
 thread while it waits for gradients that nobody sends. This worker cannot know everyone who takes
 part: the peer to which it sent a tensor may have passed the result on. But the gradients of an edge
-come only from the worker to which that edge leads. So a Start that names other edges than those
-that lead to the coordinator, and what these depend on, waits without a thread for the first
-gradients of its pass: before they come a run could only wait. They may be those of an edge that
-leads to the coordinator, which could name edges of others beside it; but what is behind their Sends
-does not run before gradients come from where they lead. To wait for these would be wrong: of two
-workers that have used each other's results, each would wait for the other.
+come only from the worker to which that edge leads. A Start that names only edges that lead to the
+coordinator, and edges that these depend on, runs at once. Any other is deferred, without a thread,
+until the first gradients of its pass arrive: before that a run could only wait. The coordinator may
+send these first gradients itself, for an edge that leads to it, and name edges of others too. That
+is harmless: the graph behind a Send runs only when the worker its edge leads to has sent gradients.
+To wait for the gradients of every edge would be wrong: two workers that have used each other's
+results would wait for each other.
 """
 
 from __future__ import annotations
@@ -92,13 +93,13 @@ class Participant:
         return self._agent.clock.now() + min(seconds, self._seconds)
 
     def _attempt(self, pass_id: PassId, deadline: float, run: Run) -> None:
-        is_parked = False
+        is_deferred = False
         try:
-            is_parked = run()
+            is_deferred = run()
         except BaseException as error:  # an error ends the pass everywhere
             self._tell_failed(pass_id, deadline, error)
         finally:
-            if not is_parked:
+            if not is_deferred:
                 self._runs.give_back(pass_id.worker)
 
     def _begin(self, start: Start, payload: Payload, source: Source, deadline: float) -> bool:
@@ -134,10 +135,10 @@ class Participant:
         assert isinstance(active, ParticipantPass), "its id names another worker"
         try:
             self._agent.check_asker(source)
-        except PeerLost:  # its loss may have been handled before the pass was added
+        except PeerLost:  # handled before the pass was in the table, perhaps
             self._passes.over(active)
             raise
-        # The run of a second Start would have an undo log that nobody ends.
+        # A second run would have an undo log of its own, which nobody would end.
         if not active.starts():
             raise BadMessage(f"{active.id} was begun twice")
         if start.context is not None:
@@ -171,7 +172,7 @@ class Participant:
             try:
                 self._take_part(active, start, sends)
             except BaseException:
-                # It is rolled back. The coordinator may never end the pass: remove it now.
+                # The run is rolled back. Remove the pass now: the coordinator may never end it.
                 self._passes.over(active)
                 raise
             self._tell_done(active)
@@ -217,8 +218,8 @@ class Participant:
             active.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
         finally:
-            # The pass may have failed on another thread meanwhile. A rollback that waited for this
-            # run rolls it back as well; the undo log lets only the first of the two do it.
+            # The pass may have failed on another thread meanwhile, and a rollback may wait for this
+            # run to end. Both call `undo`; only the first call has an effect.
             has_failed = active.run_over()
             if has_failed:
                 undo_log.undo()

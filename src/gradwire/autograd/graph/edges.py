@@ -1,19 +1,18 @@
 """The edges of one worker, each of which lives exactly as long as its Recv.
 
-When a Recv dies, its edge is queued here until its sender has been told (release.py), which drops
-the token, and so on upstream (docs/concepts/graph.md). So the edges behind a Recv that is alive are
-all there: what arrives never names a released edge, and a Start never misses a Send, unless a peer
-was lost or a context was closed early.
+When a Recv dies, its edge is queued here until its sender is told (release.py). The sender drops
+the token of the Send, which may free Recvs there, and so on upstream (docs/concepts/graph.md). So
+all edges that a living Recv depends on exist: messages never name a released edge, and every Send
+that a Start names is there, unless a peer was lost or a context was closed early.
 
-Note [Edges are not locked]: nodes are made while edges are recorded, and what makes objects may run
-the collector, and with it a finalizer of the user's that sends something itself. So no lock is held
-there. Each change is one step for the interpreter, or does no harm if it is done twice: two Joins
-may stand for one set, two edges may have one depth. The worker's lock is for passes.
+Note [Edges are not locked]: to record an edge creates objects. That may run the garbage collector,
+and so a finalizer of the user, which may send tensors itself. So no lock is held there. Each change
+is one step for the interpreter, or harmless if it is done twice: two Joins may stand for one set,
+two edges may have one depth. Passes use the worker's lock.
 
-Note [When a Recv is gone]: of a cycle that is garbage the collector first clears all weak
-references, then calls the finalizers. A finalizer may use a tensor of the cycle, whose graph then
-lives on. So the end of a Recv is told by something that only the Recv holds and that the collector
-does not track, as it refers to nothing: an array. It dies when the Recv is really gone.
+Note [When a Recv is gone]: when the collector frees a cycle, it clears weak references before it
+calls finalizers, and a finalizer may bring the graph back to life. So what is watched is an empty
+array that only the Recv holds. The collector does not track arrays: it dies only with the Recv.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _DEEP = ROOM // 2
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """A crossing that left here. To run from its `token` is to run its Send."""
+    """A crossing that left here. An engine run with `token` as its root executes the Send."""
 
     edge: EdgeId
     peer: WorkerId
@@ -55,7 +54,7 @@ class Sent(msgspec.Struct, frozen=True):
     node: Node
     """the Send"""
     bytes: int
-    """of the tensors, as if none were sparse"""
+    """the size of the tensors, in dense form"""
     made_at: float
     """by the clock of the worker"""
     line: UserLine | None
@@ -63,7 +62,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class LiveEdge(NamedTuple):
-    """An edge that holds a graph here, because a worker holds what has crossed by it."""
+    """An edge that holds a graph here: a worker still holds a tensor that has crossed by it."""
 
     edge: str
     to: str
@@ -73,13 +72,13 @@ class LiveEdge(NamedTuple):
     bytes: int
     """of the tensors that have crossed by it; the graph behind them may hold more"""
     line: str
-    """of the program, where they were sent; or that they were the result of a call"""
+    """file:line of the program that sent them, or "a result\""""
 
 
 class Join(msgspec.Struct, frozen=True):
-    """One node that stands for a set of sends: a Recv has one link, however many it needs.
+    """One node for a set of Sends, so that a Recv that needs many of them has one link.
 
-    It is kept while all of its edges are unreleased, so it holds nothing that `sent` does not.
+    It is dropped when the first of its edges is released: it holds nothing that `sent` does not.
     """
 
     edges: Lineage
@@ -125,7 +124,7 @@ class FromPeer:
 
 
 _open: dict[Edges, None] = {}
-"""of all workers of this process"""
+"""those of all workers of this process"""
 
 
 def any_received() -> bool:
@@ -148,7 +147,7 @@ class Edges:
         self.from_peers: dict[WorkerId, FromPeer] = {}
         self.joins: list[Join] = []
         self.lost_to: dict[int, WorkerId] = {}
-        """the latest that were dropped with the worker they led to, which an error then names"""
+        """of the latest edges that were dropped because their receiver was lost: that receiver"""
         self._first = self._next = first
         self.latest_depth = 0
         """of the edges sent since the last pass"""
@@ -170,9 +169,9 @@ class Edges:
     def sends_in(
         self, mine: Lineage, others: Iterable[WorkerId], name: Callable[[WorkerId], str]
     ) -> list[Sent]:
-        """These edges of this worker; PeerLost if one was released.
+        """The Sent of each of these edges; PeerLost if one was released.
 
-        `others` are the workers of the pass that are known here, `name` is the directory's.
+        For the error, `others` are the workers of the pass that are known here.
         """
         found = []
         for n in numbers(mine):
@@ -195,9 +194,9 @@ class Edges:
         return PeerLost(f"{edge} was dropped here: {why}", hint=again).about("", phase="backward")
 
     def next_depth(self, below: int) -> int:
-        """The depth of a new edge that depends on others down to `below`.
+        """The depth of a new edge; the deepest that it depends on has the depth `below`.
 
-        Deeper than those sent since the last pass, too: see Note [The order of waiting], walk.py.
+        Also deeper than those sent since the last pass: see Note [The order of waiting], walk.py.
         """
         depth = self.latest_depth = max(min(self.latest_depth, _DEEP), below) + 1
         return depth
@@ -227,7 +226,7 @@ class Edges:
     def unseen(self, edges: Iterable[EdgeId], sender: WorkerId) -> None:
         """A message with these edges was dropped before they became Recvs.
 
-        On its sender's word no edges of others are released, nor what is alive here.
+        A sender cannot release edges of others by this, nor edges that are alive here.
         """
         table = self.came_from(sender)
         for edge in edges:
@@ -248,13 +247,13 @@ class Edges:
         return {EdgeId(peer, n): ref for peer, own in tables for n, ref in own.alive.copy().items()}
 
     def recvs(self) -> list[Node]:
-        """Every Recv that is alive, but for those that a finalizer has brought back to life."""
+        """Every Recv that is alive, except those that a finalizer has brought back to life."""
         alive = [ref.node() for ref in self.received.values()]
         return [node for node in alive if node is not None]
 
     @property
     def to_tell(self) -> list[WorkerId]:
-        """The senders of edges that are over, which they do not know yet."""
+        """The senders that have not been told that edges of theirs are over."""
         found = []
         for sender, table in tuple(self.from_peers.items()):
             table.look_for_dead()
@@ -265,7 +264,7 @@ class Edges:
     def to_release(self, sender: WorkerId, most: int) -> list[int]:
         """Edges of this sender that nobody can differentiate through any more.
 
-        They stay here until it `was_told`: to tell it twice does no harm. hot: each call and answer
+        They stay queued until `was_told`; to tell twice is harmless. hot: each call and answer
         """
         table = self.from_peers.get(sender)
         if table is None:
@@ -281,10 +280,10 @@ class Edges:
             untold.pop(n, None)
 
     def release(self, numbers: Iterable[int], by: WorkerId) -> list[object]:
-        """The receiver holds these no more: what to drop, with no lock held, as graphs die there.
+        """The receiver holds these no more. Returns what to drop, with no lock held: graphs die.
 
         An edge that is not there was withdrawn, or released before, or by an earlier incarnation.
-        BadMessage, and nothing is released, if one leads elsewhere.
+        BadMessage, and nothing is released, if one leads elsewhere or never left.
         """
         found = []
         for n in numbers:
@@ -304,8 +303,8 @@ class Edges:
     def release_early(self, sent: Iterable[int], received: Iterable[EdgeId]) -> list[object]:
         """The end of a context: release what was sent and received in it; returns what to drop.
 
-        Its sender is told of each edge, though it closes the context, too: it may have closed it
-        before, as it had lost the opener, and then the edge is in the context only here.
+        The sender of each edge is told, although it closes the context too: it may have closed it
+        earlier, when it lost the opener. Then the edge belongs to the context only here.
         """
         for edge in received:
             self.came_from(edge.worker).ended(edge.n)
@@ -333,5 +332,5 @@ class Edges:
             self.joins = [join for join in self.joins if not meets(join.edges, edges)]
         if not self.sent:
             self.latest_depth = 0
-            self.joins = []  # two threads at once may have put back one that was dropped
+            self.joins = []  # two threads that ran this at once may have restored one
         return dropped

@@ -2,19 +2,20 @@
 
 The methods `before` and `after` are the hooks around the node that adds to the leaf.
 
-Note [Leaves of a backward inside a run]: a Function may run a backward of its own (a checkpoint, a
+Note [Leaves of a backward inside a run]: a pass in a context adds to the context's *map* from leaf
+to gradient, not to `.grad`. But a Function may run a backward of its own (a checkpoint, a
 reversible block) and read, right afterwards, the gradients of leaves that it made for it. So what
-such a backward adds on its way to the map stays in `.grad` at first: it is *parked*. It is moved to
-the map when a run next opens the leaf, or when the run around is over. By then a leaf that the
-Function made for itself is dead: an entry holds its leaf and the gradient there only weakly.
+such an inner backward adds stays in `.grad` at first: it is *parked*. It is moved to the map when a
+run next opens the leaf, or when the enclosing run is over. Leaves that the Function made for itself
+have died by then, because an entry holds its leaf and the gradient there only weakly.
 
 Note [Passes that meet at a leaf]: when a pass fails, others may have added to the same leaf since.
 Then what was there before the pass is put back, and what the others added is added again, in their
-order: bit by bit what would be there without the failed pass. A run that has an undo log tells the
-entries of all unfinished passes what it adds. A plain backward, which has none, is seen by hooks,
-which stay until the pass is over. Where a sum cannot be made again (a hook has changed it, the
-program has used it up or written to it, it has a graph), the gradient stays as it is, and the
-coordinator of the failed pass is told.
+order. The result is bit for bit what it would be without the failed pass. A run that has an undo
+log tells the entries of all unfinished passes what it adds. A plain backward has none; hooks on the
+leaf notice it, and stay until the pass is over. Where a sum cannot be made again (a hook has
+changed it, the program has used it up or written to it, it has a graph), the gradient stays as it
+is, and the coordinator of the failed pass is told.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class LeafEntry:
     def before(self, gradients: Any) -> Any:  # noqa: ANN401
         """The engine is about to add to this leaf. Returns the gradient to add instead, or None.
 
-        Called without a gradient too: post-accumulate hooks run then as well, and read `.grad`.
+        Also called without a gradient: post-accumulate hooks then still run, and read `.grad`.
         """
         undo_log = self.undo_log
         gradient: Gradient = gradients[0]
@@ -104,9 +105,9 @@ class LeafEntry:
             self._added = copy_of(gradient)
         if undo_log.into is None or self._old is not None or gradient is None:
             return None
-        # AccumulateGrad keeps the tensor itself if nothing else holds it. One that a node gave to
-        # two leaves is copied, as in torch.distributed.autograd. Compared by identity too, since
-        # the id of a tensor that died is used again.
+        # AccumulateGrad keeps the tensor itself if nothing else holds it. If a node gave one tensor
+        # to two leaves, the second gets a copy, as in torch.distributed.autograd. The `is` is
+        # needed because Python uses the id of a dead tensor again.
         known = undo_log.given.get(id(gradient))
         if known is not None and known() is gradient:
             return (gradient.clone(),)
@@ -125,7 +126,7 @@ class LeafEntry:
     # -- while the run adds to the leaf
 
     def open(self) -> None:
-        """Put the gradient of the run into `.grad`, and the first time remember what is there."""
+        """Put what the run adds to into `.grad`, and the first time remember it for the undo."""
         record, into = self._record, self.undo_log.into
         leaf = record.tensor()
         assert leaf is not None, "its node holds it"
@@ -137,7 +138,7 @@ class LeafEntry:
         now = own if into is None else into.get(leaf)
         is_first, self.is_touched = not self.is_touched, True
         self.is_open, self._added = True, None
-        if is_first:  # in the lists before anything can raise: then `UndoLog.unwatch` closes it
+        if is_first:  # listed before anything can raise: `UndoLog.unwatch` closes it
             self._old = now
             self.undo_log.entries.append(self)
             record.unfinished.append(self)
@@ -183,7 +184,7 @@ class LeafEntry:
     # -- a backward inside a run; see Note [Leaves of a backward inside a run]
 
     def _is_open_around(self) -> bool:
-        """Whether the run around has this leaf open or parked; then its entry covers this one.
+        """Whether the enclosing run has this leaf open or parked; then its entry undoes both.
 
         If so the lock is held until `close`, so that no other run opens the leaf.
         """
@@ -197,7 +198,7 @@ class LeafEntry:
         return self.is_open
 
     def watch_again(self) -> bool:
-        """The run around is over too: see what others add from now on. False for a dead leaf."""
+        """The enclosing run is over: notice later additions from now on. False for a dead leaf."""
         leaf = self.leaf
         if leaf is None:
             self.keep()
@@ -226,7 +227,7 @@ class LeafEntry:
             self._version, self._new = new._version, weakref.ref(new)
 
     def _last(self) -> Gradient:
-        """The gradient that the run left, or that known additions made of it since."""
+        """The gradient as the run left it, or as the last known addition did; _GONE if it died."""
         new = None if self._new is None else self._new()
         return _GONE if new is None and self._new is not None else new
 
@@ -254,7 +255,7 @@ class LeafEntry:
                 self._other_added(*coming, leaf.grad)
 
     def _other_added(self, begun: Begun, added: tuple[Addition, ...], now: Gradient) -> None:
-        """Another run has added this to what it found."""
+        """Another run has found `begun`, added `added` and left `now`."""
         found, version, value = begun
         if found is None and now is None:  # a hook has used it up at once
             return
@@ -313,7 +314,7 @@ class LeafEntry:
     def _restored(self) -> Gradient:
         """What was there before the run, as the same tensor."""
         old, value = self._old, self._value
-        # Unless it was not touched: a hook may have replaced it since.
+        # Only if it was changed in place: if a hook has put another tensor there, it is intact.
         if old is not None and value is not None and old._version != self._old_version:
             old.copy_(value)
         return old

@@ -49,9 +49,10 @@ Use = Callable[[Content], None]
 class CallScope:
     """The scope of a served function: its worker, its context, its deadline, its request.
 
-    The constructor enters it; `leave` or the end of a `with` block leaves it. An outer deadline
-    that is earlier stays. Without a request, the one around it stays. Graphs that it makes keep
-    their tensors as the engine says, in a context or not, if graphs cross workers there.
+    The constructor enters it; `leave` or the end of a `with` block leaves it. The earlier of the
+    outer and the new deadline counts. Without a request, the outer one stays current. Tensors saved
+    for backward are kept as `engine.saving` says: in a context, and outside of one unless graphs
+    are recorded only in contexts.
 
     hot: each call served, so it is not made of nested `with` blocks
     """
@@ -162,7 +163,9 @@ class CallServer:
         except GradwireError:
             self._refuse(call, source)
             raise
-        is_repeatable = call.draws is not None  # its draws are known only when the value is made
+        is_repeatable = (
+            call.draws is not None
+        )  # the random numbers it draws are known only after it has run
         at_once = not self._behavior.answers_when_made and not is_repeatable
 
         def settle(content: Content) -> None:
@@ -209,7 +212,7 @@ class CallServer:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return result(call, payload, source, deadline)
         except BaseException:
-            if call.body.crossings:  # it may have raised before all of them were Recvs
+            if call.body.crossings:  # release those that have not become Recvs
                 self._engine.drop_crossings(call.body.crossings, source.worker)
             raise
         finally:
@@ -247,7 +250,7 @@ class CallServer:
             case (tuple() as args, dict() as kwargs):
                 pass
             case _:
-                raise BadMessage("a call came without arguments")
+                raise BadMessage("the body of a call does not hold its arguments")
         if name.startswith((".", "!")):
             first, args = args[0] if args else None, args[1:]
             function = self._function_in(first, name, deadline)
@@ -285,7 +288,7 @@ class CallServer:
         self._agent.dispatch.service.submit_or_run(job)
 
     def _function_in(self, first: object, name: str, deadline: float) -> Callable[..., object]:
-        """The function of a call whose first argument it is, or the method of that argument."""
+        """For `!name` the first argument; for `.name` that method of what it refers to."""
         kind, name = name[0], name[1:]
         if kind == ".":
             handle = getattr(first, "handle", None)
@@ -361,7 +364,8 @@ class CallServer:
         content = self._refs.content(fetch.ref, source.worker)
         if fetch.context is not None:
             self._engine.works_in(fetch.context, source)
-        # On the pool: a fetcher that does not read must not block the thread that settles.
+        # On the pool: sending blocks if the peer does not read, and the thread that settles must
+        # not be held up.
         content.on_settled(partial(self._answer_on_pool, source, answer))
 
     def _serve_backward(self, message: BackwardFrom, _: Payload, source: Source) -> None:

@@ -1,12 +1,12 @@
 """BodyCodec: encodes the arguments or the result of a call as a message body for one peer.
 
-Encoding does four things or none of them: the codec turns the value into data, its tensors into
-payload, its references into counted forks, and the crossings of its graph into edges. If one of
-them fails, no fork, no edge and no pinned tensor is left behind.
+Encoding makes four things, or none: data from the value, a payload from its tensors, a counted copy
+(a *fork*) of each reference, and an edge for each tensor that requires a gradient. If one of them
+fails, no fork, no edge and no pinned tensor is left behind.
 
-Common values take a *fast path*: scalars and tensors, alone or in a tuple. Their skeletons are the
-same as those of walk.py. Any other value, and any skeleton that does not fit, is left to the codec:
-only its walk looks into containers and raises errors about what a peer sent.
+Common values take a *fast path*: scalars and tensors, alone or in a tuple. It makes the same
+*skeletons* as walk.py: the value, with a number in the place of each tensor. Everything else is
+left to the codec, which walks into containers and raises errors about what a peer sent.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from gradwire.wire.tensor import (
 
 DICT, TENSOR, TUPLE = Tag.DICT, Tag.TENSOR, Tag.TUPLE
 _FAST_DEPTH: Final = 2
-"""how deep a value of the fast path is nested at most: a call is a tuple of arguments in a tuple"""
+"""the nesting of the fast path: the arguments of a call are a tuple inside of its tuple"""
 WALK: Final = object()
 """returned by the fast path in place of a value that needs a walk"""
 _depth_of, _flags_of, _tensors_of = map(attrgetter, ("depth", "flags", "tensors"))
 _NUMBER = re.compile(r"tensors\[(\d+)\]")
 _ROWS = [[[TENSOR, n] for n in range(count)] for count in range(4)]
 _CALLS: Final = [to_msgpack([TUPLE, [TUPLE, *row], [DICT]]) for row in _ROWS]
-"""the data of calls by how many tensors are their only arguments"""
+"""at n, the data of a call whose arguments are n tensors and nothing else"""
 _RESULTS: Final = [to_msgpack(None), to_msgpack([TENSOR, 0])]
 """the data of None and of one tensor"""
 
 
 class EncodedBody(msgspec.Struct, frozen=True):
-    """A body to be sent at once: `payload` holds views of the tensors' memory."""
+    """A body that must be sent before its tensors change: `payload` holds views of their memory."""
 
     body: Body
     payload: Sequence[Buffer]
@@ -81,7 +81,7 @@ class DecodedBody(msgspec.Struct, frozen=True):
     cut: int = 0
     copies: int = 0
     handoff: Handoff | None = None
-    """makes the stream of a thread that did not decode it wait for the device, if it uses one"""
+    """of a value on a device: another thread calls this before it uses the value"""
 
 
 @final
@@ -98,13 +98,13 @@ class BodyCodec:
         self._carries_modes = behavior.carries_modes
         limits = self._limits = engine.limits
         self._fast_bytes = -1
-        """how long the data of the fast path may be; the codec judges what is longer"""
+        """how long the data of the fast path may be; longer data goes to the codec"""
         if isinstance(codec, Codec) and limits.depth >= _FAST_DEPTH:
             self._fast_bytes = min(limits.elements, limits.head)
         self._calls, self._results = map(self._by_types, (_CALLS, _RESULTS))
 
     def _by_types(self, known: list[bytes]) -> dict[tuple[type, ...], bytes]:
-        """The data of so many tensors by their types, as far as the fast path may use it."""
+        """The known data by the types of its tensors, but for what the fast path may not use."""
         return {
             (Tensor,) * n: each for n, each in enumerate(known) if len(each) <= self._fast_bytes
         }
@@ -119,7 +119,7 @@ class BodyCodec:
         device_map: DeviceMap | None = None,
     ) -> EncodedBody:
         """Encode a value for `to`; NotSerializable says where in it the refused part is."""
-        tensors: Any  # if they are no tensors, their types are not found
+        tensors: Any  # may hold anything: only the types of tensors are found below
         if place == "result":
             tensors, named, known = () if value is None else (value,), None, self._results
         else:
@@ -144,7 +144,7 @@ class BodyCodec:
             raise self._placed(refusal, value, place) from refusal.__cause__
         if copies and (context is not None or not self._leaves):
             return replace(encoded, copies=copies)
-        return encoded  # torch's API: outside of a context no gradient is expected
+        return encoded  # with torch's API nobody expects a gradient outside of a context
 
     def _with_tensors(
         self,
@@ -171,7 +171,7 @@ class BodyCodec:
                 "a tensor with a forward-mode tangent, which does not cross workers",
                 hint="differentiate in reverse, or leave dual_level() before the call",
             )
-        is_call = place != "result"  # else no line of the user's runs now
+        is_call = place != "result"  # for a result there is no line of the user's program
         if device_map is None and are_on_cpu(tensors):
             headers, payload = encode_tensors(tensors, self._limits)
         else:
@@ -218,7 +218,7 @@ class BodyCodec:
 
         For `is_answered` see Note [An answer accepts], refs/exchange.py.
         """
-        came = None  # held here: what the value does not use of it ends with this function
+        came = None  # held here: references that the value does not use end with this function
         crossings: Sequence[Crossing] = body.crossings
         try:
             if body.references:
@@ -268,7 +268,7 @@ class BodyCodec:
                 return value
             assert isinstance(self._codec, Codec)  # or _fast_bytes were -1
             decode = partial(self._codec.decode_node, node, tensors)
-        with came or self._refs.unpacking((), -1):  # without any: hides those of an outer message
+        with came or self._refs.unpacking((), -1):  # empty: hides those of an outer message
             return decode()
 
 
