@@ -29,11 +29,12 @@ import gc
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import call, methodcaller
-from typing import Any, Final, Protocol, cast, final
+from typing import Any, Final, NoReturn, Protocol, cast, final
 from weakref import WeakSet
 
 from gradwire.errors import UsageError
@@ -297,6 +298,27 @@ class Inherited(Protocol):
 
 
 _inherited: WeakSet[Inherited] = WeakSet()
+
+
+def leave_fork(error: BaseException | None) -> NoReturn:
+    """End a process that a served function has forked, and in which it has returned or raised.
+
+    Not by the end of its only thread, which is none of Python's main thread: torch's destructors
+    of thread-locals then abort the process.
+    """
+    status: object = 0
+    if isinstance(error, SystemExit):
+        status = 0 if error.code is None else error.code
+    elif error is not None:
+        status = 1
+        traceback.print_exception(error)
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError, OSError):  # closed, or without a reader
+            stream.flush()
+    os._exit(status & 0xFF)
 
 
 def call_after_fork(thing: Inherited) -> None:

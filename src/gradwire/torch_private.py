@@ -31,6 +31,7 @@ _NEEDED = (
     "torch._C._FunctionBase.materialize_grads",
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C._functorch.unwrap_if_dead",
     "torch._C._is_any_autocast_enabled",
     "torch._C._is_multithreading_enabled",
@@ -212,6 +213,10 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     dual = cast(Any, forward_ad)
     return any(dual.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+is_batched: Callable[[torch.Tensor], bool] = _C._functorch.is_legacy_batchedtensor
+"""Whether a tensor stands for a batch, as in a backward with `is_grads_batched=True`."""
 
 
 def wrapped_by_transform(tensors: Sequence[torch.Tensor]) -> int | None:

@@ -51,6 +51,7 @@ def in_child(how):
         refused(waiting.wait)
         refused(reference.to_here)
         refused(loss.sum().backward)
+        refused(lambda: gradwire.init_rpc("w2", 0, 1))
     if how == "drop":
         del globals()["reference"], globals()["large"]  # a reference, and a shared block
         gc.collect()
@@ -119,3 +120,51 @@ def test_a_fork_of_a_worker_ends_and_leaves_its_parent_alone(tmp_path, listen):
             worker.kill()
             worker.wait()
     assert said == ["all went on\nleft\n", "left\n"]
+
+
+_RUN = """
+import os, sys
+import torch
+import gradwire
+
+def left_by(how):
+    if how == "raises":
+        raise ValueError("in the child")
+    if how != "returns":
+        sys.exit(how)
+    return "not the value of the call"
+
+def forked(how):
+    child = os.fork()
+    if child == 0:
+        return left_by(how)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def main():
+    ways = [0, 3, "a text", "raises", "returns"]
+    in_calls = [gradwire.rpc_sync("w1", forked, args=(how,)) for how in ways]
+    in_calls += [gradwire.rpc_sync("w1", forked, args=(how,)) for how in ways]  # by the reader
+    assert in_calls == [0, 3, 1, 1, 0] * 2, in_calls
+    for how, status in ((0, 0), (3, 3), ("returns", 0)):
+        value = forked(how)
+        if value == "not the value of the call":
+            return value
+        assert value == status, (how, value)
+    return gradwire.rpc_sync("w1", torch.add, args=(2, 2)).item()
+
+if __name__ == "__main__":
+    print(gradwire.run(main, world_size=2))
+"""
+
+
+def test_a_fork_of_a_function_of_a_run_or_of_a_peer_reports_nothing(tmp_path):
+    """Neither its exit, nor its error, nor its value is that of the function that has forked it."""
+    program = tmp_path / "program.py"
+    program.write_text(_RUN, encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(program)]
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
+    assert (said.returncode, said.stdout) == (0, "4\n"), said.stderr
+    assert said.stderr.count("ValueError: in the child") == 2

@@ -261,6 +261,21 @@ def derivative(x):
     return torch.func.vmap(torch.func.grad(torch.sin))(x)
 
 
+def test_batched_gradients_through_a_call(workers):
+    x = torch.ones(2, requires_grad=True)
+
+    def gradients_of_rows():
+        y = gw.rpc_sync("w1", torch.sin, args=(x,))
+        rows = torch.eye(2)
+        torch.autograd.grad(y, x, rows, is_grads_batched=True)
+
+    with pytest.raises(NotSerializable) as raised:
+        workers[0].run(gradients_of_rows)
+
+    assert "are batched by vmap, which does not cross workers" in str(raised.value)
+    assert raised.value.hint.startswith("differentiate row by row")
+
+
 def test_a_transform_inside_the_function_that_is_called(workers):
     assert torch.equal(gw.rpc_sync("w1", derivative, (X,)), X.cos())
 

@@ -312,7 +312,7 @@ class Agent:
 
     def forked(self) -> None:
         """In a forked process: this agent is closed, and sends nothing."""
-        self._closed = FORKED
+        self._closed, self.dispatch.is_forked = FORKED, True
         self.locks.forked()
 
     def _frame_came(

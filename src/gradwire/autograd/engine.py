@@ -36,15 +36,22 @@ from gradwire.autograd.messages import Crossing, Gradients
 from gradwire.autograd.scope import Saving
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.current import spoken_line, user_line
-from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
+from gradwire.errors import (
+    BadMessage,
+    ContextClosed,
+    GradwireError,
+    NotSerializable,
+    OverLimit,
+    PeerLost,
+)
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
-from gradwire.torch_private import Node, current_run
+from gradwire.torch_private import Node, current_run, is_batched
 from gradwire.wire.tensor import are_on_cpu, arrive_on_cpu, decode_tensors, encode_tensors
 
 _log = logging.getLogger("gradwire")
 _LONG_SECONDS, _MANY = 60.0, 100
-"""At shutdown a warning tells of so many edges that are older than this: few are normal."""
+"""At shutdown edges that are older than this are logged; so many of them are a warning."""
 _is_there: Any = partial(is_not, None)
 _FRAMES_OF_A_CALL = 6
 """The stack frames between `attach_send` and the code that made the call through rpc's `Calls`."""
@@ -221,10 +228,16 @@ class Engine:
         present = list(filter(_is_there, gradients))
         grad = torch.is_grad_enabled()
         crossings = self.attach_send(end.context, peer, present) if grad else []
-        if are_on_cpu(present):
-            headers, payload = encode_tensors(present, self.limits)
-        else:
-            headers, payload = self.devices.encode(present, peer, active.deadline)
+        try:
+            if are_on_cpu(present):
+                headers, payload = encode_tensors(present, self.limits)
+            else:
+                headers, payload = self.devices.encode(present, peer, active.deadline)
+        except BaseException as error:
+            self.withdraw(crossings)
+            if any(map(is_batched, present)):
+                raise _batched(edge) from error
+            raise
         there = list(map(_is_there, gradients))
         message = Gradients(active.id, edge, there, headers, crossings)
         if self._agent.events.listeners:
@@ -295,8 +308,9 @@ class Engine:
     def report_leaks(self) -> None:
         """All programs are over: warn of edges that others have held for long, as by a cycle."""
         old = [edge for edge in self.live_edges() if edge.age > _LONG_SECONDS]
-        if len(old) >= _MANY:
-            _log.warning(
+        if old:
+            _log.log(
+                logging.WARNING if len(old) >= _MANY else logging.INFO,
                 "%s shuts down with %d edges that other workers have held for over %g s: see "
                 "gradwire.live_edges(). The oldest is %s to %s, %.0f s old, of %d bytes, from %s",
                 *(self._agent.directory.me.name, len(old), _LONG_SECONDS, *old[0]),
@@ -382,3 +396,10 @@ class Engine:
             settle()
 
         self._agent.dispatch.service.submit(forget)
+
+
+def _batched(edge: EdgeId) -> NotSerializable:
+    return NotSerializable(
+        f"the gradients of {edge} are batched by vmap, which does not cross workers",
+        hint="differentiate row by row: without is_grads_batched=True or vectorize=True",
+    )

@@ -106,9 +106,12 @@ def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     """Run one worker, from start to exit."""
     prepare(pipe, parent, spec.directory)
     pipe.send_bytes(BEGUN.encode())
+    me = os.getpid()
     try:
         _work(pipe, spec)
     except BaseException as error:  # reported to the parent, whatever it is
+        if os.getpid() != me:  # a process that the function has forked: not a worker
+            raise
         flush_output()
         failure = describe(error, spec.name, exception_name)
         spec.failure.write_bytes(msgspec.msgpack.encode(failure))
@@ -154,7 +157,10 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         shutdown(timeout=FOREVER_SECONDS)
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
+        me = os.getpid()
         value, draft = fn(*args), spec.returned.with_suffix(".draft")
+        if os.getpid() != me:  # a process that it has forked: its value is not that of the run
+            sys.exit(0)
         what = f"what the function returned (a {type(value).__name__})"
         hint = "return plain values and tensors; references end with their workers"
         draft.write_bytes(pickled(value, what, hint=hint))

@@ -26,6 +26,7 @@ from gradwire.rpc.join import clear_default_worker, join, set_default_worker
 from gradwire.rpc.retry import can_repeat
 from gradwire.rpc.rref import RRef
 from gradwire.rpc.worker import Exposed, Worker
+from gradwire.threads import FORKED
 
 T = TypeVar("T")
 To = str | int | WorkerInfo
@@ -58,6 +59,8 @@ def init_rpc(
     `backend` and `rpc_backend_options` are those of torch.distributed.rpc, for programs that are
     ported: init_method, rpc_timeout and num_worker_threads are used.
     """
+    if current_worker.is_forked and current_worker.maybe_default() is not None:
+        raise UsageError(FORKED, hint="start processes that are to be workers by spawn")
     if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     options = options_for(backend, rpc_backend_options, options)

@@ -83,6 +83,8 @@ class Call(Message, frozen=True, tag=0x40):
     room: Seconds = 0.0
     device_map: dict[str, str] | None = None
     """by which tensors came; the result returns by the inverted map"""
+    in_pass: bool = False
+    """whether it is made while a `backward(context, …)` runs, whose map is not at the callee"""
 
 
 class Result(Message, frozen=True, tag=0x41):

@@ -8,9 +8,10 @@ import torch
 import gradwire as gw
 from gradwire import GradwireError, Limits, Options, OverLimit, Timeouts, UsageError
 from gradwire.agent.serving.dispatch import Source
+from gradwire.autograd import engine
 from gradwire.autograd.graph.lineage import one, to_wire
 from gradwire.autograd.messages import Crossing, Gradients, Start
-from gradwire.errors import BadMessage, DeadlinePassed
+from gradwire.errors import BadMessage, DeadlinePassed, NotSerializable
 from gradwire.ids import EdgeId, PassId
 from gradwire.testing import cluster
 from gradwire.wire.tensor import encode_tensors
@@ -182,6 +183,23 @@ def test_gradients_that_do_not_decode_release_their_edges(monkeypatch):
         y = gw.rpc_sync("w1", torch.square, args=(x,))
         monkeypatch.setattr(workers[0].worker.engine, "_decode_gradients", broken)
         with pytest.raises(BadMessage, match="does not decode"):
+            torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        monkeypatch.undo()
+
+    with cluster(2) as workers:
+        workers[0].run(program)
+        assert_nothing_left(workers)
+
+
+def test_gradients_that_do_not_encode_leave_no_edges(monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise NotSerializable("it has no bytes")
+
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        y = gw.rpc_sync("w1", torch.square, args=(x,))
+        monkeypatch.setattr(engine, "encode_tensors", broken)
+        with pytest.raises(NotSerializable, match="no bytes"):
             torch.autograd.grad((y * y).sum(), x, create_graph=True)
         monkeypatch.undo()
 

@@ -544,3 +544,48 @@ def test_a_checkpoint_behind_a_backward_inside_of_grad_is_refused(workers, is_lo
     finally:
         LOCAL[0] = False
     assert WEIGHTS["a"].grad is None
+
+
+# -- a backward on the worker that the Function calls
+
+
+def weighted_again(x, gradient):
+    """Runs on another worker, in the backward of `Far`."""
+    x = x.detach().requires_grad_()
+    (x * WEIGHTS["a"]).backward(gradient)
+    return x.grad
+
+
+def asked_further(x, gradient):
+    return gw.rpc_sync("w2", weighted_again, args=(x, gradient))
+
+
+class Far(Function):
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return x * WEIGHTS["a"].detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            return None, gw.rpc_sync("w1", ctx.function, args=(x, gradient)).detach()
+
+
+@pytest.mark.parametrize("function", [weighted_again, asked_further])
+def test_a_called_function_may_not_miss_the_map(workers, function):
+    def program():
+        x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        with gw.context() as context_id:
+            with pytest.raises(gw.UsageError, match="would not be in the context"):
+                gw.backward(context_id, [Far.apply(function, x).sum()])
+            assert gw.get_gradients(context_id) == {}
+        assert WEIGHTS["a"].grad is None
+        Far.apply(function, x).sum().backward()
+        return x.grad, WEIGHTS["a"].grad
+
+    gradients = workers[0].run(program)
+    assert torch.equal(gradients[0], WEIGHTS["a"].detach())
+    assert torch.equal(gradients[1], torch.ones(2, dtype=torch.float64))

@@ -23,6 +23,7 @@ from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.agent.serving.thread_pool import ElasticPool, Job, mine
 from gradwire.errors import BadMessage, OverLimit
 from gradwire.ids import WorkerId
+from gradwire.threads import leave_fork
 from gradwire.transport.base import Channel
 from gradwire.wire.message import Frame, Kinds, Message, kind_of
 
@@ -50,6 +51,7 @@ class Source(msgspec.Struct, eq=False):
     cancelled: str = ""  # why nobody waits for the answer any more, once that is so; user lane only
     note: bytes = b""  # what the layer above sends along with the answer or the failure
     device_map: dict[str, str] | None = None  # the peer's; see devices/maps.py
+    in_pass: bool = False  # see rpc/messages.py, Call
 
 
 Payload = memoryview | None
@@ -124,6 +126,8 @@ class Dispatch:
         self._registered: dict[int, Registered] = {}
         self._latency = LatencyEstimate()
         self._surroundings: Callable[[], AbstractContextManager[object]] | None = None
+        self.is_forked = False
+        """whether this is a process that a served function has forked, or its program"""
         self.inbound_requests: set[Source] = set()
         """those in the user lane that are queued or run, so that they can be cancelled"""
         self.user = ElasticPool(f"gradwire {name} user", threads)
@@ -216,7 +220,11 @@ class Dispatch:
             else:
                 began = time.monotonic()
                 registered.handler(message, payload, source)
+                if self.is_forked:
+                    leave_fork(None)
         except BaseException as error:  # the peer must be told of any failure
+            if self.is_forked:
+                leave_fork(error)
             self._on_error(source, error)
         finally:
             if began and registered.pool is not None:

@@ -252,8 +252,29 @@ def watch_backwards() -> None:
     wrap_runs(_run_of_python, _callback_queued)
 
 
+def is_in_pass(inbound: Any) -> bool:  # noqa: ANN401  # a Source, or None
+    """Whether this code runs inside a `backward(context, …)`, here or where it was called from."""
+    if inbound is not None and inbound.in_pass:
+        return True
+    outer = undo_log_of_run() if current_run() != NO_RUN else None
+    return outer is not None and outer.into is not None
+
+
+def _check_not_in_pass(inbound: Any, kwargs: Any) -> None:  # noqa: ANN401
+    """UsageError if a served function adds to `.grad` where its gradients belong into a map."""
+    if inbound is not None and inbound.in_pass and kwargs.get("accumulate_grad"):
+        raise UsageError(
+            "a function that was called from inside of backward(context_id, …) on another worker "
+            "runs a backward of its own, whose gradients would not be in the context",
+            hint="use torch.autograd.grad there and return the gradients, or run the outer pass by "
+            "a plain loss.backward()",
+        )
+
+
 def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
     """hot: every backward() and grad() of the process"""
+    current = get_current()
+    _check_not_in_pass(current[2], kwargs)
     if this_thread.is_ordered or any_received():
         if this_thread.has_leftovers and current_run() == NO_RUN:
             drain()  # before numbers change: the queue must not be out of order
@@ -261,7 +282,7 @@ def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any
         if recvs or this_thread.is_ordered:
             with ordered(recvs):
                 return _run_as_nested(start, roots, args, kwargs)
-    if get_current() is NOWHERE:
+    if current is NOWHERE:
         return _run_as_nested(start, roots, args, kwargs)
     # A thread of torch's own, one for each device, would know neither worker, context nor deadline:
     # hooks and checkpoints may make calls.

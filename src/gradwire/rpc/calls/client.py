@@ -21,6 +21,7 @@ from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.requests.timer import OUTERMOST, Clock, extent_of, nested
 from gradwire.agent.serving.peer_limits import EACH, PeerLimit
+from gradwire.autograd.backward.engine_run import is_in_pass
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.modes import current_modes
@@ -263,7 +264,7 @@ class Calls:
         _, _, inbound, run, entered = get_current()
         context = None if entered is None else self._engine.calling(current_context(), to)
         name, value, maps = target.name, (target.args, target.kwargs), target.device_map
-        checkpointed = None if run is None else cast(CheckpointRun, run).calling((to, name))
+        record = None if run is None else cast(CheckpointRun, run).calling((to, name))
         if maps is None and self._device_maps:
             maps = self._device_map_to(to)
         packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline, maps)
@@ -272,17 +273,17 @@ class Calls:
         what = target.description or display_name(name)
         try:
             grad, carries = is_grad_enabled(), self._carries_modes
+            in_pass = context is not None and is_in_pass(inbound)
             if grad and (packed.copies or (headers and cut_tensors(headers, body.crossings))):
                 self._warn_of_cut(packed, what, to)
             counted = self._window.maybe_take(to, size) or self._wait(to, size, deadline, what)
-            inference = carries and is_inference_mode_enabled()
-            draws = None if checkpointed is None else checkpointed.draws  # see messages.Draws
+            inference, draws = carries and is_inference_mode_enabled(), record and record.draws
             modes = current_modes(autocast=carries) if has_modes() else None
             depth, room = OUTERMOST if type(deadline) is float else extent_of(deadline)
             rest = (deadline - self._agent.clock.now(), keep, draws, modes, depth, room, maps)
             id, promise = self._agent.request(
                 to,
-                Call(name, body, context, grad or not carries, inference, *rest),
+                Call(name, body, context, grad or not carries, inference, *rest, in_pass),
                 payload,
                 deadline=deadline,
                 description=what,
@@ -291,11 +292,11 @@ class Calls:
                 notify_cancel=keep is None and self._tells_of_cancels,
             )
         except BaseException:
-            self._undo_send(to, size if counted else 0, packed, checkpointed)
+            self._undo_send(to, size if counted else 0, packed, record)
             raise
         if body.released:
             self._engine.releases.rode(to, body.released)
-        recorded = checkpointed and checkpointed.sent(promise, self._agent)
+        recorded = record and record.sent(promise, self._agent)
         return SentCall(id, promise, size, context, recorded)
 
     def _device_map_to(self, to: WorkerId) -> dict[str, str] | None:

@@ -122,7 +122,7 @@ class CallServer:
         deadline = self._agent.clock.now() + call.seconds
         if call.body.released:
             self._engine.releases.heard(call.body.released, source.worker)
-        source.device_map = call.device_map
+        source.device_map, source.in_pass = call.device_map, call.in_pass
         if call.depth > 0:
             deadline = ShortenedDeadline(deadline, call.depth, call.room, call.seconds)
         if call.keep is not None:
