@@ -125,7 +125,7 @@ def _signal(semaphore: threading.Lock) -> None:
 
 
 class MemoryChannel:
-    """One end of a connection: a pipe in each direction; testing/simulate/links.py has others."""
+    """One end of a connection: a pipe in each direction; tests/simulate has others."""
 
     peer_names: tuple[str, ...] | None = None
     binding = b""
