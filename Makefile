@@ -48,7 +48,7 @@ lint: $(STAMP) ## format and lint, changing nothing
 	$(PY) -m ruff check src tests examples docs benchmarks
 
 types: $(STAMP) ## mypy, strict
-	$(PY) -m mypy src tests/simulate
+	$(PY) -m mypy src tests/simulate tests/injection
 
 examples: $(STAMP) ## run every example
 	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(PY) $$example; done
