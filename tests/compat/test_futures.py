@@ -13,7 +13,7 @@ from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.behavior import TORCH
 from gradwire.errors import DeadlinePassed
 from gradwire.testing import cluster
-from gradwire.testing.background import Background
+from tests.background import Background
 
 GATE = threading.Event()
 

@@ -12,9 +12,9 @@ import torch
 import gradwire
 from gradwire.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from gradwire.testing import cluster, faults
-from gradwire.testing.background import Background
 from gradwire.testing.clock import ManualClock
 from gradwire.testing.failpoints import ACTIONS, POINTS, Fault
+from tests.background import Background
 from tests.injection.processes import frozen, kill, state
 from tests.leftovers import assert_nothing_left, eventually
 

@@ -9,10 +9,10 @@ import gradwire
 from gradwire import BackwardTimeout, GradwireError, Options, PeerLost, RemoteError, Timeouts
 from gradwire.autograd.messages import Gradients
 from gradwire.testing import faults
-from gradwire.testing.process_cluster import process_cluster
 from tests.faults import far
 from tests.injection.processes import state, thaw
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 
 TIMEOUTS = Timeouts(join=60, call=20, backward=2, shutdown=20)
 

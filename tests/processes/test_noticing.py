@@ -16,9 +16,9 @@ import torch
 import gradwire
 from gradwire import CallTimeout, Options, PeerLost, StepFailed, Timeouts
 from gradwire.current import current_worker
-from gradwire.testing.process_cluster import process_cluster
 from tests.injection.processes import freeze
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 from tests.processes import far
 
 TIMEOUTS = Timeouts(join=60, call=60, backward=60, step=60, shutdown=60)

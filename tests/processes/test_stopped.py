@@ -13,9 +13,9 @@ import torch
 
 import gradwire
 from gradwire import BackwardTimeout, CallTimeout, Options, StepFailed, Timeouts, UsageError
-from gradwire.testing.process_cluster import process_cluster
 from tests.injection.processes import freeze
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 from tests.processes import far
 
 SECONDS = 1.0

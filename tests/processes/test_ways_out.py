@@ -15,9 +15,9 @@ import torch
 
 import gradwire
 from gradwire import DeadlinePassed, Options, PeerLost, Timeouts, UsageError
-from gradwire.testing.process_cluster import process_cluster
 from tests.injection.processes import freeze
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 from tests.processes import far
 
 TIMEOUTS = Timeouts(join=60, call=60, backward=60, shutdown=60)

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
-from gradwire.testing.background import Background, raised
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets import channel as channel_module
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.sockets.stream import SocketListener
 from gradwire.wire.message import Frame, encode_prefix, pack_prefix
+from tests.background import Background, raised
 from tests.leftovers import eventually
 
 FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])

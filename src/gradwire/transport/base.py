@@ -1,7 +1,8 @@
 """The contract of every transport: whole frames, in order, between two ends.
 
-This layer must not know workers, calls or what a frame means. `gradwire.testing.conformance` tests
-any transport against this contract. Deadlines are absolute, on the clock of `time.monotonic()`.
+This layer must not know workers, calls or what a frame means. The checks in
+tests/transport/conformance.py test any transport against this contract. Deadlines are absolute, on
+the clock of `time.monotonic()`.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from msgspec.structs import replace
 
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Limits
-from gradwire.testing.background import PATIENCE, Background, expect, raised
 from gradwire.transport.base import MAX_BUFFERED_BYTES, Channel
 from gradwire.wire.message import Buffer, Frame
+from tests.background import PATIENCE, Background, expect, raised
 
 MakePair: TypeAlias = Callable[[], tuple[Channel, Channel]]
 Check: TypeAlias = Callable[[MakePair], None]
