@@ -25,7 +25,7 @@ from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.launch import child
 from gradwire.launch.processes import ProcessGroup
-from gradwire.options import Options
+from gradwire.options import FOREVER, Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Exposed
@@ -75,7 +75,7 @@ def _serve(spec: child.WorkerSpec, expose: Exposed) -> Warned:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
-        shutdown(timeout=child.FOREVER_SECONDS)
+        shutdown(timeout=FOREVER)
     return [(warning.category, str(warning.message)) for warning in warned]
 
 

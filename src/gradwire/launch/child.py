@@ -30,7 +30,7 @@ from gradwire.agent.remote_errors import describe
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
 from gradwire.launch.supervise_state import CALLER
-from gradwire.options import Options
+from gradwire.options import FOREVER, Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.codec.pickle_codec import dumps, loads
 from gradwire.rpc.expose.names import maybe_at, steps
@@ -43,8 +43,6 @@ BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
 ARGUMENTS = "arguments"  # the file with the function, its arguments, and what is exposed
 SECRET = "secret"  # the file with the secret of the run, unless its options name one
 _LOOK_AGAIN_SECONDS = 1.0
-FOREVER_SECONDS = 10 * 365 * 86400.0
-"""How long a serving worker waits for the others in shutdown; the parent gives up sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         worker, is_over = cast(Worker, current_worker.find()), not spec.may_restart
         while not is_over:
             is_over = worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS) or spec.returned.exists()
-        shutdown(timeout=FOREVER_SECONDS)
+        shutdown(timeout=FOREVER)  # the parent gives up sooner
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
         value, draft = fn(*args), spec.returned.with_suffix(".draft")

@@ -18,7 +18,14 @@ from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_and_size_from_environment
+from gradwire.options import (
+    DEFAULT,
+    FOREVER,
+    Options,
+    Timeout,
+    Timeouts,
+    rank_and_size_from_environment,
+)
 from gradwire.rpc.calls.client import Make, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
@@ -33,8 +40,6 @@ To = str | int | WorkerInfo
 _log = logging.getLogger("gradwire")
 _TEXT = (str, bytes, bytearray, memoryview)
 _BACKENDS = ("TENSORPIPE", None)
-_FOR_EVER = 86400.0
-"""Seconds that replace a timeout of 0, which in torch means no deadline; as under compat."""
 
 
 def init_rpc(
@@ -303,5 +308,5 @@ def options_for(backend: object, given: Any, options: Options | None) -> Options
         init_method=given.init_method,
         device_maps=getattr(given, "device_maps", {}),
         threads=max(1, getattr(given, "num_worker_threads", Options().threads)),
-        timeouts=Timeouts(call=float(given.rpc_timeout) or _FOR_EVER),
+        timeouts=Timeouts(call=float(given.rpc_timeout) or FOREVER),  # 0 in torch: no deadline
     )

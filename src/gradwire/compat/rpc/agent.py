@@ -16,6 +16,7 @@ from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import GradwireError
+from gradwire.options import FOREVER
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.join import clear_default_worker, join, set_default_worker
 from gradwire.rpc.worker import Worker
@@ -26,10 +27,10 @@ _agent: ProcessValue[RpcAgent] = ProcessValue()
 
 
 def patience(timeout: float | None) -> float:
-    """The seconds that a timeout of theirs means: -1 is the default, 0 a long time."""
+    """The seconds that a timeout of theirs means: -1 is the default, 0 means no deadline."""
     if timeout is None or timeout == constants.UNSET_RPC_TIMEOUT:
         timeout = get_rpc_timeout()
-    return max(timeout, _SHORTEST_SECONDS) if timeout else constants.A_LONG_TIME_SECONDS
+    return max(timeout, _SHORTEST_SECONDS) if timeout else FOREVER
 
 
 class RpcAgent:
@@ -124,7 +125,7 @@ class TensorPipeAgent(RpcAgent):
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until nothing is in flight: anywhere, or in an open world here."""
         let_go = (lambda: None) if self.is_static_group else self.worker.refs.abandon
-        self.worker.leave(timeout or constants.A_LONG_TIME_SECONDS, let_go)
+        self.worker.leave(timeout or FOREVER, let_go)
         self._has_left = True
 
     def leaks(self) -> list[str]:
