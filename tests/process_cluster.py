@@ -27,6 +27,7 @@ from gradwire.launch import child
 from gradwire.launch.processes import ProcessGroup
 from gradwire.options import FOREVER, Options
 from gradwire.rpc.api import init_rpc, shutdown
+from gradwire.rpc.codec.pickle_codec import sent_exception
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Exposed
 
@@ -160,7 +161,7 @@ class Host:
             data = self._tasks.recv_bytes()
         outcome = child.unpickled(data, f"what {self.name} returned")
         if isinstance(outcome, Failure):
-            raise revive(outcome, child.maybe_exception)
+            raise revive(outcome, sent_exception)
         return outcome[0]
 
     def do(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -33,7 +33,6 @@ from gradwire.launch.supervise_state import CALLER
 from gradwire.options import FOREVER, Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.codec.pickle_codec import dumps, loads
-from gradwire.rpc.expose.names import maybe_at, steps
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Worker
 
@@ -197,9 +196,3 @@ def unpickled(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noq
         return loads(data)
     except Exception as error:
         raise UsageError(f"{what} cannot be unpickled here: {error}", hint=hint) from error
-
-
-def maybe_exception(name: str) -> type[BaseException] | None:
-    """The exception type of that name, from any module; None if there is none."""
-    found = maybe_at(steps(name))
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
