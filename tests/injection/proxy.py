@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import cast, final
 
@@ -332,7 +332,9 @@ def redirect(worker: str, address: str) -> str:
     """From now on the worker whose code this is dials another there; where it did until now."""
     here = cast(Worker, current_worker.find())
     number = here.directory.number(worker)
-    before = here.directory.move(number, address)
+    before = here.directory.address(number)
+    with here.directory.lock:
+        here.directory._add(replace(here.directory._by_id[number], address=address))
     here.agent.hang_up(number, f"{worker} is reached by another way now")
     return before
 

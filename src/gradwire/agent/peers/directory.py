@@ -177,13 +177,6 @@ class Directory:
             self._add(said)
         return [member.id for member in replaced]
 
-    def move(self, worker: WorkerId, address: str) -> str:
-        """Dial a worker at this address from now on; returns the address until now."""
-        before = self.address(worker)
-        with self.lock:
-            self._add(replace(self._by_id[worker], address=address))
-        return before
-
     def left(self, worker: WorkerId, incarnation: int) -> bool:
         """Remove a worker that leaves; False if this incarnation is gone already."""
         with self.lock:
