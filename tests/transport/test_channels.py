@@ -23,6 +23,7 @@ from tests.transport.conformance import (
     MakePair,
     check_channel,
     frames_keep_their_order,
+    recv,
 )
 
 WAYS: dict[str, tuple[Callable[[], Transport], str]] = {
@@ -66,7 +67,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
         # As workers greet each other: from then on a unix channel knows what its peer can do.
         for near, far in ((here, there), (there, here)):
             near.send(Frame(0, 0, 0, b"", ()), time.monotonic() + 10)
-            far.recv()
+            recv(far)
         return here, there
 
     yield connect
