@@ -13,7 +13,7 @@ TIMES ?= 20
 # One more process than cores: many tests wait.
 PARALLEL ?= -n $$($(PY) -c 'import os; print(min(8, os.cpu_count() + 1))') --dist loadfile
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
-TYPED := tests/simulate tests/injection tests/process_cluster.py tests/transport/conformance.py
+TYPED := tests/simulate tests/injection tests/conformance/faulty tests/process_cluster.py tests/transport/conformance.py
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help

@@ -17,7 +17,6 @@ from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import GradwireError
 from gradwire.options import FOREVER
-from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.join import clear_default_worker, join, set_default_worker
 from gradwire.rpc.worker import Worker
 
@@ -62,6 +61,8 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: dict[str, DeviceMap] | None = None,
         devices: list[torch.device] | None = None,
     ) -> None:
+        from gradwire.compat.rpc.behavior import TORCH  # it is made of what needs this module
+
         count = torch.cuda.device_count()
         mine = DeviceFacts(name, count, opts.device_maps, opts.devices)
         worker = join(
@@ -69,7 +70,7 @@ class TensorPipeAgent(RpcAgent):
             worker_id,
             world_size or None,
             opts.for_worker(),
-            behavior=self._behavior(opts),
+            behavior=TORCH,
             store=store,
             note=mine.to_note(),
         )
@@ -83,11 +84,6 @@ class TensorPipeAgent(RpcAgent):
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
         self._take(worker, opts)
-
-    def _behavior(self, opts: TensorPipeRpcBackendOptions) -> Behavior:
-        from gradwire.compat.rpc.behavior import TORCH  # it is made of what needs this module
-
-        return TORCH
 
     def _take(self, worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
         self.worker, self._options = worker, opts
