@@ -13,6 +13,7 @@ TIMES ?= 20
 # One more process than cores: many tests wait.
 PARALLEL ?= -n $$($(PY) -c 'import os; print(min(8, os.cpu_count() + 1))') --dist loadfile
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
+TYPED := tests/simulate tests/injection tests/conformance/faulty tests/process_cluster.py tests/transport/conformance.py
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -33,7 +34,7 @@ test-fast: $(STAMP) ## what runs inside one process and is short: for between tw
 long: $(STAMP) ## the tests with all seeds of the random suites, then oracle, simulator, kills and soak
 	GRADWIRE_LONG=1 $(PY) -m pytest $(PARALLEL)
 	$(PY) -m tests.oracle --programs $(PROGRAMS) --jobs $(JOBS)
-	$(PY) -m gradwire.testing.simulate --seeds 5000 --jobs $(JOBS)
+	$(PY) -m tests.simulate --seeds 5000 --jobs $(JOBS)
 	$(PY) -m tests.kills --rounds 200
 	$(PY) -m tests.soak --minutes 5
 
@@ -48,7 +49,7 @@ lint: $(STAMP) ## format and lint, changing nothing
 	$(PY) -m ruff check src tests examples docs benchmarks
 
 types: $(STAMP) ## mypy, strict
-	$(PY) -m mypy src
+	$(PY) -m mypy src $(TYPED)
 
 examples: $(STAMP) ## run every example
 	@set -e; for example in examples/[0-9]*.py; do echo "== $$example"; $(PY) $$example; done

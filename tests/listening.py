@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
-from gradwire.rpc.behavior import Behavior
 from gradwire.testing import cluster
 from gradwire.wire.message import kind_of
 
@@ -19,6 +19,11 @@ class _Listening:
 
     def __getattr__(self, name):
         return getattr(self._channel, name)
+
+
+def _use(use, kinds, worker, channel, losses=None):
+    """In the place of `Connections._use`, which puts a channel to use."""
+    return use(worker, _Listening(channel, kinds), losses)
 
 
 class Said:
@@ -42,7 +47,9 @@ class Said:
 def overheard(size: int, **options):
     """A cluster, and what is said in it."""
     said = Said()
-    behavior = Behavior(channel=lambda channel: _Listening(channel, said.kinds))
-    with cluster(size, behavior=behavior, **options) as workers:
+    with cluster(size, **options) as workers:
+        for member in workers:
+            connections = member.worker.agent._connections
+            connections._use = partial(_use, connections._use, said.kinds)
         said.learn(decoder.type for decoder in workers[0].worker.agent.kinds._decoders.values())
         yield workers, said

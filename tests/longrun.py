@@ -15,7 +15,7 @@ import torch
 
 import gradwire
 from gradwire import Options, Timeouts
-from gradwire.testing.process_cluster import Hosts, process_cluster
+from tests.process_cluster import Hosts, process_cluster
 from tests.processes import far
 
 MARKS = 5

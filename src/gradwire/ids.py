@@ -7,11 +7,15 @@ torch: the worker's number in the top 16 bits, its counter in the lower 48.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 ContextId = int
 WorkerId = int
 
+WORKER_NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
+"""The whole of a worker's name, as torch allows it."""
 LAST_WORKER = (1 << 15) - 1
 """The greatest number that fits into the top bits of a context's id, a positive 64-bit integer."""
 _CONTEXT_SHIFT = 48

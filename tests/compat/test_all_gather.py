@@ -136,7 +136,7 @@ def test_a_follower_does_not_wait_for_a_leader_that_is_lost(everyone):
 
 
 def test_followers_hear_that_their_leader_has_given_up(monkeypatch):
-    monkeypatch.setattr(rpc, "A_LONG_TIME_SECONDS", 0.01)  # of a wait without a timeout
+    monkeypatch.setattr(rpc, "FOREVER", 0.01)  # of a wait without a timeout
 
     def follow():
         with pytest.raises(RuntimeError, match=r"an all-gather of w1 failed: w0 waited .* of w2"):

@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 
+from gradwire.compat import futures
 from gradwire.compat.futures import collect_all, wait_all
 from gradwire.compat.rpc import api as rpc
-from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.behavior import TORCH
 from gradwire.errors import DeadlinePassed
 from gradwire.testing import cluster
-from gradwire.testing.background import Background
+from tests.background import Background
 
 GATE = threading.Event()
 
@@ -56,7 +56,7 @@ def test_the_first_failure_is_raised_without_waiting_for_the_others(wait):
 
 
 def test_a_future_that_nobody_completes_is_not_waited_for_for_ever(monkeypatch):
-    monkeypatch.setattr(constants, "A_LONG_TIME_SECONDS", 0.01)
+    monkeypatch.setattr(futures, "FOREVER", 0.01)
     waiting = Background(lambda: wait_all([done(1), never()]))
     assert str(waiting.error(DeadlinePassed)).startswith(
         "1 of 2 futures were not completed in 0.01 s"
@@ -69,7 +69,7 @@ def wait_at_gate():
 
 
 def test_a_call_is_waited_for_until_its_own_deadline(monkeypatch):
-    monkeypatch.setattr(constants, "A_LONG_TIME_SECONDS", 0.001)
+    monkeypatch.setattr(futures, "FOREVER", 0.001)
     GATE.clear()
     with cluster(2, behavior=TORCH) as workers:
         call = workers[0].run(rpc.rpc_async, "w1", wait_at_gate)

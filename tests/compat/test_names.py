@@ -18,9 +18,11 @@ import pytest
 
 from gradwire.compat.rpc import api
 from gradwire.compat.substitution import MODULES, PARTS
+from tests.conformance.suites import FAULTY
 
 ROOT = Path(__file__).parents[2]
 RPC = "torch.distributed.rpc"
+ALL = MODULES | FAULTY
 
 INSIDES = (
     "a step, a table or a lock of torch's implementation: here the core does this in its own way"
@@ -111,8 +113,8 @@ def is_of(module: ModuleType, value: object) -> bool:
 def report() -> None:
     """Print, for each module, torch's names that ours lacks, and the omitted ones that it has."""
     found = {}
-    for name, omitted in ((name, names_omitted(name)) for name in MODULES):
-        theirs, ours = importlib.import_module(name), importlib.import_module(MODULES[name])
+    for name, omitted in ((name, names_omitted(name)) for name in ALL):
+        theirs, ours = importlib.import_module(name), importlib.import_module(ALL[name])
         missing = {one for one in own_names(theirs) if not hasattr(ours, one)}
         found[name] = [sorted(missing), sorted(one for one in omitted if hasattr(ours, one))]
     print(json.dumps(found))
@@ -131,7 +133,7 @@ def reported():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_module_has_all_names_of_the_one_it_stands_for_but_for_those_with_a_reason(
     reported, name
 ):
@@ -144,7 +146,7 @@ def test_a_module_has_all_names_of_the_one_it_stands_for_but_for_those_with_a_re
 def test_every_submodule_is_reached_from_its_package():
     for name, ours in MODULES.items():
         package, _, last = name.rpartition(".")
-        if package in MODULES and "_testing" not in name:  # which registers a backend
+        if package in MODULES:
             importlib.import_module(ours)
             assert getattr(sys.modules[MODULES[package]], last) is sys.modules[ours]
 

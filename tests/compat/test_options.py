@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from gradwire.compat.rpc.constants import A_LONG_TIME_SECONDS
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from gradwire.options import FOREVER
 
 CUDA0, CUDA1, CUDA2 = (torch.device("cuda", n) for n in range(3))
 
@@ -62,9 +62,7 @@ def test_a_worker_gets_the_timeout_threads_and_place():
 
 
 def test_a_timeout_of_nothing_is_long_and_finite():
-    assert TensorPipeRpcBackendOptions(rpc_timeout=0).for_worker().timeouts.call == (
-        A_LONG_TIME_SECONDS
-    )
+    assert TensorPipeRpcBackendOptions(rpc_timeout=0).for_worker().timeouts.call == (FOREVER)
 
 
 def test_device_maps_are_made_of_devices():

@@ -19,6 +19,9 @@ from gradwire.compat.substitution import (
 )
 from gradwire.errors import UsageError
 
+LATE = "torch.distributed.rpc.late"
+ALL = MODULES | {LATE: "standin.rpc.late", f"{LATE}.inner": "standin.rpc.late.inner"}
+
 
 def standing_in(name: str) -> str:
     return name.replace("gradwire.compat", "standin")
@@ -60,7 +63,7 @@ def modules(monkeypatch):
         "standin.futures": {"wait_all": lambda _: "ours"},
         "standin.autograd": {"DistAutogradContext": DistAutogradContext},
     }
-    names = {standing_in(ours) for ours in (MODULES | PARTS).values()}
+    names = {standing_in(ours) for ours in (ALL | PARTS).values()}
     for name in sorted({"standin", *names}):
         module = made(name, **contents.get(name, {}))
         module.__path__ = []
@@ -74,7 +77,7 @@ def modules(monkeypatch):
 
 def put_standins() -> None:
     install(
-        {theirs: standing_in(ours) for theirs, ours in MODULES.items()},
+        {theirs: standing_in(ours) for theirs, ours in ALL.items()},
         {theirs: standing_in(ours) for theirs, ours in PARTS.items()},
     )
 
@@ -91,22 +94,21 @@ def names_of_torch() -> dict[str, dict[str, int]]:
 def test_imports_find_ours(modules):
     put_standins()
 
-    for theirs, ours in MODULES.items():
+    for theirs, ours in ALL.items():
         assert importlib.import_module(theirs) is modules[standing_in(ours)]
 
 
 def test_what_nobody_has_imported_is_imported_when_it_is_asked_for(modules):
-    faulty = "torch.distributed.rpc._testing.faulty_agent_backend_registry"
-    spec = modules["standin.rpc._testing"].__spec__
+    spec = modules["standin.rpc.late"].__spec__
     put_standins()
-    assert faulty not in sys.modules
+    assert f"{LATE}.inner" not in sys.modules
 
-    found = importlib.import_module(faulty)
+    found = importlib.import_module(f"{LATE}.inner")
 
-    assert found is modules["standin.rpc._testing.faulty_agent_backend_registry"]
-    assert sys.modules["torch.distributed.rpc._testing"].__spec__ is spec
+    assert found is modules["standin.rpc.late.inner"]
+    assert sys.modules[LATE].__spec__ is spec
     uninstall()
-    assert faulty not in sys.modules
+    assert f"{LATE}.inner" not in sys.modules
 
 
 def test_attributes_lead_to_ours(modules):

@@ -7,8 +7,8 @@ import pytest
 from gradwire.compat import rpc as world
 from gradwire.compat.rpc import api, backend_registry
 from gradwire.compat.rpc.backend_registry import BackendType
-from gradwire.compat.rpc.constants import A_LONG_TIME_SECONDS
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from gradwire.options import FOREVER
 
 
 class Foreign(RpcBackendOptions):
@@ -130,7 +130,7 @@ def test_timeouts_of_calls(options):
 
     assert world.get_rpc_timeout() == api.patience(-1) == 0.5
     assert api.patience(3) == 3
-    assert api.patience(0) == A_LONG_TIME_SECONDS
+    assert api.patience(0) == FOREVER
     world._set_rpc_timeout(100)
     assert world.get_rpc_timeout() == 100
 

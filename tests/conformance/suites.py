@@ -33,6 +33,14 @@ MODULES = {
     "ReinforcementLearningRpcTest": "rpc.examples.reinforcement_learning_rpc_test",
 }
 
+FAULTY = {
+    "torch.distributed.rpc._testing": "tests.conformance.faulty",
+    "torch.distributed.rpc._testing.faulty_agent_backend_registry": (
+        "tests.conformance.faulty.faulty_agent_backend_registry"
+    ),
+}
+"""what stands for torch's faulty agent, which programs do not use"""
+
 
 def set_environment(limit: int, *, gpu: bool = False) -> None:
     """What torch reads when it is imported: no TorchScript, no threads of its own, and a limit.
@@ -51,7 +59,8 @@ def set_environment(limit: int, *, gpu: bool = False) -> None:
 def load(stock: bool) -> None:
     """Import everything that a test needs, with gradwire in torch's place unless `stock`."""
     if not stock:
-        import_module("gradwire.compat").install()
+        compat = import_module("gradwire.compat.substitution")
+        compat.install(compat.MODULES | FAULTY)
     for module in sorted(set(MODULES.values())):
         import_module(f"{_ROOT}.{module}")
     import_module(f"{_ROOT}.rpc.tensorpipe_rpc_agent_test_fixture")

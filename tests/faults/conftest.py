@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.testing import network
+from tests.injection import network
 
 
 def pytest_collection_modifyitems(config, items):

@@ -14,8 +14,9 @@ import gradwire
 from gradwire import DeadlinePassed, PeerLost, UsageError
 from gradwire.agent.membership.shutdown_state import OVER, QUIET
 from gradwire.agent.messages import Done
-from gradwire.testing import cluster, faults
+from gradwire.testing import cluster
 from tests.gates import GATES
+from tests.injection.proxy import redirect
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
@@ -98,7 +99,7 @@ def test_one_that_is_taken_for_gone_and_connects_again_is_waited_for():
         leaving = [pool.submit(workers[1].worker.shutdown, graceful=True)]
         progress = workers[1].worker._graceful_shutdown._progress
         assert eventually(lambda: workers[0].worker._graceful_shutdown._progress.has_reached(1, 1))
-        workers[1].run(faults.redirect, "w0", "memory://nowhere")
+        workers[1].run(redirect, "w0", "memory://nowhere")
         assert eventually(lambda: progress.missing(1) == [2]), "nobody listens there"
 
         assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4

@@ -12,9 +12,10 @@ import torch
 import gradwire
 from gradwire.errors import CallTimeout, PeerLost, RemoteError, UsageError
 from gradwire.testing import cluster, faults
-from gradwire.testing.background import Background
 from gradwire.testing.clock import ManualClock
 from gradwire.testing.failpoints import ACTIONS, POINTS, Fault
+from tests.background import Background
+from tests.injection.processes import frozen, kill, state
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
@@ -305,11 +306,11 @@ def test_processes_find_their_faults_in_the_environment(tmp_path):
 def test_a_frozen_process_is_stopped_when_freeze_returns_and_goes_on_afterwards():
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
-            with faults.frozen(process):
-                assert faults._state(process.pid) == "T"
-            assert eventually(lambda: faults._state(process.pid) in "SR")
+            with frozen(process):
+                assert state(process.pid) == "T"
+            assert eventually(lambda: state(process.pid) in "SR")
         finally:
-            faults.kill(process)
+            kill(process)
         process.wait(10)
 
 

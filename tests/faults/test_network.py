@@ -16,7 +16,7 @@ import torch
 import gradwire
 from gradwire import Options, Timeouts
 from gradwire.agent.peers.secret import write_secret
-from gradwire.testing import network as networks
+from tests.injection import network as networks
 from tests.kills import far as steps
 from tests.kills.loop import NAMES, WEIGHTS, expected
 from tests.leftovers import eventually

@@ -60,6 +60,7 @@ from gradwire.wire.message import Frame, Kinds, Message, encode, encode_prefix, 
 from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
 from tests.fuzz import exposed, handshake
 from tests.leftovers import eventually
+from tests.transport.conformance import recv
 
 LIMITS = Limits(head=1 << 16, payload=1 << 20, elements=1 << 12, edges=1 << 10)
 HOME = exposed.__name__
@@ -97,7 +98,7 @@ def _frame() -> Iterator[Run]:
             theirs.sendall(stream[: 1 << 16])
             theirs.shutdown(socket.SHUT_WR)
             while True:
-                frame = channel.recv()
+                frame = recv(channel)
                 assert len(frame.head) <= LIMITS.head
                 assert all(len(part) <= LIMITS.payload for part in frame.payload)
         except (PeerLost, BadMessage):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gradwire import UsageError
-from gradwire.launch.child import maybe_exception, pickled, unpickled
+from gradwire.launch.child import pickled, unpickled
+from gradwire.rpc.codec.pickle_codec import sent_exception
 
 
 class Fallback(Exception):
@@ -48,7 +49,7 @@ def test_what_cannot_be_unpickled_is_named():
 
 
 def test_exceptions_are_found_in_any_module_of_ours():
-    assert maybe_exception("builtins:KeyError") is KeyError
-    assert maybe_exception(f"{__name__}:Fallback") is Fallback
-    assert maybe_exception(f"{__name__}:pickled") is None
-    assert maybe_exception("no.such.module:Error") is None
+    assert sent_exception("builtins:KeyError") is KeyError
+    assert sent_exception(f"{__name__}:Fallback") is Fallback
+    assert sent_exception(f"{__name__}:pickled") is None
+    assert sent_exception("no.such.module:Error") is None

@@ -6,10 +6,10 @@ import time
 
 import gradwire
 from gradwire.current import current_worker
-from gradwire.testing import faults
+from tests.injection import proxy
 from tests.kills import far
 
-redirect = faults.redirect
+redirect = proxy.redirect
 
 
 def address() -> str:

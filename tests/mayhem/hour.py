@@ -15,8 +15,8 @@ from pathlib import Path
 
 from gradwire import Options, Timeouts
 from gradwire.agent.peers.secret import write_secret
-from gradwire.testing import faults
-from gradwire.testing.faults import FaultProxy, Way
+from tests.injection import processes
+from tests.injection.proxy import FaultProxy, Way
 from tests.kills import far as steps
 from tests.kills.loop import NAMES, WEIGHTS, Violation, expected
 from tests.mates import Gone, Mate, Raised
@@ -77,7 +77,7 @@ class Hour:
     def _end_all(self) -> None:
         for mate in self._mates.values():
             with suppress(ProcessLookupError):
-                faults.thaw(mate.pid)
+                processes.thaw(mate.pid)
             mate.end()
         for proxy in self._links.values():
             proxy.__exit__()
@@ -130,10 +130,10 @@ class Hour:
         other = self.random.choice([name for name in NAMES if name != victim])
         links = [self._links[victim, other], self._links[other, victim]]
         if kind == "kill":
-            faults.kill(mate)
+            processes.kill(mate)
         elif kind == "freeze":
-            faults.freeze(mate)
-            return lambda: faults.thaw(mate)
+            processes.freeze(mate)
+            return lambda: processes.thaw(mate)
         elif kind == "slow":
             for link in links:
                 link.slow(self.random.choice([2e3, 2e4, 2e5]))

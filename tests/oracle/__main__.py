@@ -23,12 +23,12 @@ import torch
 
 from gradwire import Options, Timeouts
 from gradwire.rpc.behavior import Behavior
-from gradwire.testing.process_cluster import process_cluster
 from tests.oracle import leaks
 from tests.oracle.check import SECONDS, Checker, exposed, workers
 from tests.oracle.programs import KINDS, features_of
 from tests.oracle.state import DEVICE
 from tests.oracle.unusual import LOST
+from tests.process_cluster import process_cluster
 
 SHARE = 250
 """programs of one process"""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gradwire import Options, Timeouts
-from gradwire.testing.process_cluster import Hosts, process_cluster
 from tests.certificates import job
+from tests.process_cluster import Hosts, process_cluster
 from tests.processes import far
 
 LINKS = {

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import gradwire
 from gradwire.compat import autograd as dist_autograd
 from gradwire.current import current_worker
-from gradwire.testing import faults
+from tests.injection.processes import freeze
 
 # What a process keeps between calls; `forget` empties it.
 _kept: dict[str, object] = {}
@@ -489,7 +489,7 @@ def freeze_until_left(name) -> str:
     frozen, worker = gradwire.rpc_sync(name, pid), current_worker.find()
     # Before it has said that its program is over, nobody would begin to count the seconds.
     assert worker.serve_until_over(worker.directory.number(name), 60)
-    faults.freeze(frozen)
+    freeze(frozen)
     thaw = f"while kill -0 {os.getpid()}; do sleep 0.05; done; kill -CONT {frozen}"
     quiet = subprocess.DEVNULL
     subprocess.Popen(["sh", "-c", thaw], start_new_session=True, stdout=quiet, stderr=quiet)

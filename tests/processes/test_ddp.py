@@ -13,7 +13,7 @@ from torch import nn
 
 import gradwire
 from gradwire import Options
-from gradwire.testing.process_cluster import process_cluster
+from tests.process_cluster import process_cluster
 from tests.processes import far, parallel
 from tests.processes.conftest import TIMEOUTS
 

@@ -9,9 +9,10 @@ import gradwire
 from gradwire import BackwardTimeout, GradwireError, Options, PeerLost, RemoteError, Timeouts
 from gradwire.autograd.messages import Gradients
 from gradwire.testing import faults
-from gradwire.testing.process_cluster import process_cluster
 from tests.faults import far
+from tests.injection.processes import state, thaw
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 
 TIMEOUTS = Timeouts(join=60, call=20, backward=2, shutdown=20)
 
@@ -64,10 +65,10 @@ def _gradients_come_late(host):
         y = gradwire.rpc_sync("w1", far.cubed, args=(x,))
         with pytest.raises(BackwardTimeout, match="w1"):
             y.backward()
-    assert faults._state(host.pid) == "T"
+    assert state(host.pid) == "T"
     heard = _frames_of(Gradients)
 
-    faults.thaw(host)
+    thaw(host)
 
     have_come = eventually(lambda: _frames_of(Gradients) > heard, 2.0)
     assert gradwire.rpc_sync("w1", faults.fired) == {"stop before-send Gradients": True}

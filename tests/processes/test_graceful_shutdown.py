@@ -9,7 +9,7 @@ import pytest
 
 import gradwire
 from gradwire import CallTimeout, DeadlinePassed, PeerLost
-from gradwire.testing import faults
+from tests.injection.processes import freeze
 from tests.processes import far
 
 
@@ -55,7 +55,7 @@ def test_shutdown_does_without_a_dead_worker_and_says_so(workers, caplog):
 
 def test_a_frozen_worker_holds_up_nobody_past_a_deadline(workers):
     gradwire.rpc_sync("w1", far.here)
-    faults.freeze(workers["w1"])
+    freeze(workers["w1"])
     try:
         with pytest.raises(CallTimeout, match=r"w1 did not answer w0#\d+ \(.*here\) within 0.2 s"):
             gradwire.rpc_sync("w1", far.here, timeout=0.2)

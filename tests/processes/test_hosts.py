@@ -9,7 +9,7 @@ import pytest
 
 import gradwire
 from gradwire import DeadlinePassed, Options, PeerLost, UsageError
-from gradwire.testing.process_cluster import process_cluster
+from tests.process_cluster import process_cluster
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 

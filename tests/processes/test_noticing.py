@@ -16,9 +16,9 @@ import torch
 import gradwire
 from gradwire import CallTimeout, Options, PeerLost, StepFailed, Timeouts
 from gradwire.current import current_worker
-from gradwire.testing import faults
-from gradwire.testing.process_cluster import process_cluster
+from tests.injection.processes import freeze
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 from tests.processes import far
 
 TIMEOUTS = Timeouts(join=60, call=60, backward=60, step=60, shutdown=60)
@@ -123,7 +123,7 @@ def test_whatever_waits_for_a_killed_worker_ends_with_its_connection(workers, wa
 
 def test_a_reference_that_a_killed_worker_has_not_counted_yet_is_not_waited_for(workers):
     gradwire.rpc_sync("w1", far.here)
-    faults.freeze(workers["w1"])
+    freeze(workers["w1"])
     reference = gradwire.remote("w1", far.Kept)
     with ThreadPoolExecutor(1) as pool:
         gradwire.rpc_sync("w2", far.keep, args=(reference,))
@@ -189,7 +189,7 @@ def is_stopped(pid):
 
 @contextmanager
 def frozen(host):
-    faults.freeze(host)
+    freeze(host)
     assert eventually(lambda: is_stopped(host.pid)), "it still runs"
     try:
         yield

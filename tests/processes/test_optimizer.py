@@ -13,7 +13,7 @@ import gradwire
 from gradwire import PeerLost, StepFailed
 from gradwire.current import current_worker
 from gradwire.optim.shard import optimizer_host
-from gradwire.testing import faults
+from tests.injection import processes
 from tests.leftovers import eventually
 from tests.processes import far
 
@@ -162,7 +162,7 @@ def test_a_worker_killed_after_others_have_committed_is_told_from_them(workers):
     killer = threading.Thread(target=kill_when_w1_has_stepped)
 
     def freeze():
-        faults.freeze(workers["w2"])
+        processes.freeze(workers["w2"])
         killer.start()
 
     with gradwire.context() as context:

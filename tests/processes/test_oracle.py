@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from gradwire import Options, Timeouts
-from gradwire.testing.process_cluster import process_cluster
 from tests import strength
 from tests.oracle import outcome
 from tests.oracle.check import Checker, exposed
 from tests.oracle.leaks import cheap_collections
 from tests.oracle.programs import KINDS, features_of
 from tests.oracle.unusual import LOST
+from tests.process_cluster import process_cluster
 
 PROGRAMS = strength.seeds(48, 8)
 

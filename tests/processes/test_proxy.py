@@ -12,8 +12,7 @@ from gradwire import CallTimeout, GradwireError, Options, PeerLost, Timeouts
 from gradwire.autograd.messages import Gradients, Start
 from gradwire.errors import UsageError
 from gradwire.rpc.messages import Call, Result
-from gradwire.testing import faults
-from gradwire.testing.faults import FaultProxy, Way
+from tests.injection.proxy import HARMS, FaultProxy, Way, proxied
 from tests.leftovers import eventually
 from tests.processes import far
 
@@ -22,7 +21,7 @@ SLACK = 15.0  # a machine that is busy is not a fault of ours
 SAID = ("PeerLost", "CallTimeout", "BackwardTimeout", "BadMessage", "RemoteError")
 KINDS = {"Call": Call, "Result": Result, "Start": Start, "Gradients": Gradients}
 SIZES = {"small": 3, "large": 40_000}
-HARMED = [(what, "small") for what in faults.HARMS]
+HARMED = [(what, "small") for what in HARMS]
 HARMED += [(what, "large") for what in ("flip", "truncate", "duplicate")]
 
 
@@ -39,7 +38,7 @@ def proxy(hosts, tmp_path):
     host.begin(_join, options)
     gradwire.init_rpc("w0", 0, 2, options, expose=[far])
     try:
-        with faults.proxied("w1", seed=1) as proxy:
+        with proxied("w1", seed=1) as proxy:
             yield proxy
         far.forget()
         host.finish()

@@ -13,9 +13,8 @@ import pytest
 
 import gradwire
 from gradwire.agent.peers.secret import write_secret
-from gradwire.testing import faults
-from gradwire.testing.faults import frozen
-from gradwire.testing.proxy import FaultProxy
+from tests.injection.processes import freeze, frozen
+from tests.injection.proxy import FaultProxy
 from tests.leftovers import eventually
 
 _PROGRAM = """
@@ -24,7 +23,7 @@ import torch
 import gradwire
 from gradwire import Options, Timeouts
 from gradwire.current import current_worker
-from gradwire.testing import faults
+from tests.injection.proxy import redirect
 
 rank, place, dead, timeout, listen, world = sys.argv[1:]
 rank, dead = int(rank), float(dead)
@@ -34,7 +33,7 @@ gradwire.init_rpc(f"w{rank}", rank, int(world), options)
 worker = current_worker.find()
 if listen != "unix":  # by way of a proxy
     print(worker.directory.address(rank), flush=True)
-    faults.redirect(f"w{1 - rank}", sys.stdin.readline().strip())
+    redirect(f"w{1 - rank}", sys.stdin.readline().strip())
     print("redirected", flush=True)
     sys.stdin.readline()
 worker.agent.on_peer_lost(lambda lost, _: print(f"lost w{lost}", flush=True))
@@ -203,7 +202,7 @@ def test_a_worker_that_gives_up_names_whom_and_fails(start):
     server, trainer = start(1, dead=1.0, timeout="2"), start(0, dead=1.0)
     assert trainer.stdout.readline() == "trains\n"
     _call(trainer)
-    faults.freeze(trainer)
+    freeze(trainer)
     said, _ = server.communicate(timeout=60)
     assert f"{gradwire.DeadlinePassed.__name__}: w1 shut down without w0, which did not" in said
     assert server.returncode == 1

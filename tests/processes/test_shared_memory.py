@@ -11,9 +11,9 @@ import torch
 
 import gradwire
 from gradwire import Options
-from gradwire.testing.process_cluster import process_cluster
 from gradwire.transport.shared_memory import can_share
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 from tests.processes import far
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system has no memfd")

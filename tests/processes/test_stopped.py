@@ -13,9 +13,9 @@ import torch
 
 import gradwire
 from gradwire import BackwardTimeout, CallTimeout, Options, StepFailed, Timeouts, UsageError
-from gradwire.testing import faults
-from gradwire.testing.process_cluster import process_cluster
+from tests.injection.processes import freeze
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 from tests.processes import far
 
 SECONDS = 1.0
@@ -42,7 +42,7 @@ def _is_stopped(pid):
 @contextmanager
 def stopped(host):
     """Inside the block the process does nothing: the signal takes a moment to reach it."""
-    faults.freeze(host)
+    freeze(host)
     try:
         assert eventually(lambda: _is_stopped(host.pid))
         yield

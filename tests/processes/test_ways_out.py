@@ -15,9 +15,9 @@ import torch
 
 import gradwire
 from gradwire import DeadlinePassed, Options, PeerLost, Timeouts, UsageError
-from gradwire.testing import faults
-from gradwire.testing.process_cluster import process_cluster
+from tests.injection.processes import freeze
 from tests.leftovers import eventually
+from tests.process_cluster import process_cluster
 from tests.processes import far
 
 TIMEOUTS = Timeouts(join=60, call=60, backward=60, shutdown=60)
@@ -136,7 +136,7 @@ def _functions_of(thread: int) -> set[str]:
 def test_with_a_dead_and_a_frozen_worker(clean):
     gradwire.rpc_sync("w2", far.here)
     clean["w1"].kill()
-    faults.freeze(clean["w2"])
+    freeze(clean["w2"])
     try:
         with pytest.raises(DeadlinePassed, match="w0 shut down without w2, which did not"):
             gradwire.shutdown(timeout=0.5)

@@ -25,7 +25,7 @@ from gradwire.compat import rpc as world
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.current import current_worker
-from gradwire.testing.process_cluster import process_cluster
+from tests.process_cluster import process_cluster
 from tests.processes.conftest import TIMEOUTS
 
 HERE = sys.modules[__name__]

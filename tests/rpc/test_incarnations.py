@@ -16,7 +16,7 @@ import gradwire
 from gradwire import Options, PeerLost, StaleIncarnation, Timeouts, UsageError
 from gradwire.rpc.join import join
 from gradwire.testing import cluster
-from gradwire.testing.background import Background
+from tests.background import Background
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 from tests.rpc import far_incarnations as far

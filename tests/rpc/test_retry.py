@@ -11,7 +11,7 @@ import gradwire
 from gradwire import DeadlinePassed, NotTrusted, PeerLost, StaleIncarnation, StepFailed, UsageError
 from gradwire.rpc.retry import is_loss
 from gradwire.testing import cluster, faults
-from gradwire.testing.background import Background
+from tests.background import Background
 from tests.leftovers import eventually
 from tests.rpc import far_incarnations as far
 

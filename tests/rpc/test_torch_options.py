@@ -8,6 +8,7 @@ import torch.distributed.rpc as stock
 import gradwire
 from gradwire import Options, Timeouts, UsageError
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
+from gradwire.options import FOREVER
 from gradwire.rpc.api import options_for
 
 
@@ -20,7 +21,7 @@ def test_what_has_a_meaning_here_is_taken_over(kind):
     got = options_for(stock.BackendType.TENSORPIPE, given, None)
 
     assert got == Options(init_method="tcp://h:1", timeouts=Timeouts(call=7.0), threads=3)
-    assert options_for(None, kind(rpc_timeout=0), None).timeouts.call == 86400.0
+    assert options_for(None, kind(rpc_timeout=0), None).timeouts.call == FOREVER
 
 
 def test_without_them_the_options_are_those_given():

@@ -14,6 +14,7 @@ from gradwire.options import Limits, Options
 from gradwire.testing import cluster
 from gradwire.wire.message import Frame
 from tests.leftovers import eventually
+from tests.transport.conformance import recv
 
 HERE = sys.modules[__name__]
 
@@ -81,7 +82,7 @@ def test_a_frame_that_no_peer_sends_is_counted_and_ends_the_connection(caplog):
         assert eventually(lambda: workers[1].run(gradwire.refusals) == {"bad message": 1})
         assert eventually(lambda: "no handler for messages of kind" in caplog.text)
         with pytest.raises(PeerLost):
-            channel.recv()
+            recv(channel)
 
 
 def test_strangers_cannot_fill_the_memory_of_refusals():

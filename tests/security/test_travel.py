@@ -17,7 +17,7 @@ from gradwire.errors import ArgumentTypeError, BadMessage, NotExposed, NotSerial
 from gradwire.options import Options
 from gradwire.rpc.codec import named_types
 from gradwire.testing import cluster
-from gradwire.testing.process_cluster import process_cluster
+from tests.process_cluster import process_cluster
 from tests.security import exotic
 from tests.security.exotic import Bomb, Box, Fallback, Money
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.testing.simulate import Faults, Stuck, play, primitives, setting_of, simulate
-from gradwire.testing.simulate.batch import run, run_on_cores
-from gradwire.testing.simulate.scheduler import Process, Scheduler
 from tests import strength
+from tests.simulate import Faults, Stuck, play, primitives, setting_of, simulate
+from tests.simulate.batch import run, run_on_cores
+from tests.simulate.scheduler import Process, Scheduler
 from tests.testing import own
 
 FOUND_BY_SAFETY = [
@@ -71,7 +71,7 @@ def test_one_seed_is_one_history(seed):
 
 @pytest.mark.slow
 def test_one_seed_is_one_history_in_another_process():
-    command = [sys.executable, "-m", "gradwire.testing.simulate", "--seed", "267", "--trace"]
+    command = [sys.executable, "-m", "tests.simulate", "--seed", "267", "--trace"]
 
     first, second = (
         subprocess.run(command, capture_output=True, text=True, timeout=60) for _ in range(2)

@@ -21,8 +21,8 @@ from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.rpc.refs import refs
 from gradwire.rpc.refs.owner_state import DuplicateFilter, Owned
 from gradwire.rpc.refs.state import RefTable
-from gradwire.testing.simulate.batch import run
 from tests import strength
+from tests.simulate.batch import run
 
 MUTANTS = {}
 

@@ -10,13 +10,6 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from gradwire.testing.conformance import (
-    CHANNEL_CHECKS,
-    Check,
-    MakePair,
-    check_channel,
-    frames_keep_their_order,
-)
 from gradwire.transport.base import Channel, Transport
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.tcp import TcpTransport
@@ -24,6 +17,14 @@ from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 from gradwire.wire.message import Frame
 from tests.certificates import job
+from tests.transport.conformance import (
+    CHANNEL_CHECKS,
+    Check,
+    MakePair,
+    check_channel,
+    frames_keep_their_order,
+    recv,
+)
 
 WAYS: dict[str, tuple[Callable[[], Transport], str]] = {
     "memory": (MemoryNetwork, "memory://"),
@@ -66,7 +67,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[MakePair]:
         # As workers greet each other: from then on a unix channel knows what its peer can do.
         for near, far in ((here, there), (there, here)):
             near.send(Frame(0, 0, 0, b"", ()), time.monotonic() + 10)
-            far.recv()
+            recv(far)
         return here, there
 
     yield connect

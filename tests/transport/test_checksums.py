@@ -23,6 +23,7 @@ from gradwire.wire.message import (
     encode_prefix,
     pack_prefix,
 )
+from tests.transport.conformance import recv
 
 FRAME = Frame(0x40, 1, 7, b"the head", [b"some", b"payload"])
 BYTES = encode_prefix(FRAME, SUMS_PAYLOAD) + b"the head" + b"somepayload"
@@ -44,7 +45,7 @@ def test_no_bit_of_a_frame_changes_unseen(place, bit):
         theirs.sendall(changed)
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(BadMessage, match=r"has a wrong checksum") as refused:
-            channel_of(ours).recv()
+            recv(channel_of(ours))
     assert "something between the workers corrupts bytes" in str(refused.value)
 
 
@@ -77,14 +78,14 @@ def test_channels_sum_what_they_are_told_to(checksum, sharing):
     try:
         for sender, receiver in [(here, there), (there, here)] * 2:
             sender.send(FRAME, time.monotonic() + 5)
-            came = receiver.recv()
+            came = recv(receiver)
             assert replace(came, payload=()) == replace(FRAME, payload=())
             assert bytes(came.payload[0]) == b"somepayload"
     finally:
         here.close()
         there.close()
     with pytest.raises(PeerLost):
-        here.recv()
+        recv(here)
 
 
 def test_a_prefix_is_what_its_numbers_say():

@@ -23,6 +23,7 @@ from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
 from gradwire.wire.message import Frame
 from tests.certificates import job
+from tests.transport.conformance import recv
 
 FRAME = Frame(1, 0, 7, b"head", [b"payload"])
 
@@ -57,7 +58,7 @@ def listener(transport: Transport, scheme: str) -> Iterator[Listener]:
 
 def greet(near: Channel, far: Channel) -> None:
     near.send(FRAME, soon())
-    assert far.recv().head == b"head"
+    assert recv(far).head == b"head"
 
 
 def test_a_channel_joins_who_connects_and_who_accepts(transport, listener):
@@ -307,7 +308,7 @@ def test_unix_refuses_another_user_and_takes_the_next(monkeypatch):
     friend = UnixTransport().connect(listener.address, soon())
     far = listener.accept()
     with pytest.raises(PeerLost, match="connection closed by peer"):
-        stranger.recv()
+        recv(stranger)
     greet(friend, far)
     assert refused == [("another user", f"{listener.address} (user {me + 1})")]
     for each in (stranger, friend, far, listener):

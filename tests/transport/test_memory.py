@@ -9,6 +9,7 @@ import pytest
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.message import Frame
+from tests.transport.conformance import recv
 
 FRAME = Frame(1, 0, 0, b"head", [b"payload"])
 
@@ -66,7 +67,7 @@ def test_who_was_not_accepted_learns_that_the_listener_closed():
     here = network.connect("memory://name", soon())
     listener.close()
     with pytest.raises(PeerLost, match="connection closed by peer"):
-        here.recv()
+        recv(here)
 
 
 def test_a_network_holds_as_much_as_it_is_told():
@@ -75,14 +76,14 @@ def test_a_network_holds_as_much_as_it_is_told():
     here.send(FRAME, soon())
     with pytest.raises(DeadlinePassed, match="memory://pair-1/b did not accept a message before"):
         here.send(FRAME, time.monotonic())
-    there.recv()
+    recv(there)
     here.send(FRAME, soon())
 
 
 def test_a_frame_larger_than_the_whole_pipe_goes_when_it_is_empty():
     here, there = MemoryNetwork(capacity=10).pair()
     here.send(FRAME, soon())
-    assert bytes(there.recv().payload[0]) == b"payload"
+    assert bytes(recv(there).payload[0]) == b"payload"
 
 
 def test_frames_that_nobody_will_receive_are_let_go():

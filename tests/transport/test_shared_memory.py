@@ -33,6 +33,7 @@ from gradwire.transport.unix import UnixTransport
 from gradwire.wire.message import IN_BLOCK, TAKES_BLOCKS, Frame
 from gradwire.wire.message import pack_prefix as prefix_of
 from gradwire.wire.tensor import decode_tensors, encode_tensors
+from tests.transport.conformance import recv
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system has no memfd")
 
@@ -53,7 +54,7 @@ def as_channel(sock: socket.socket, shared: SharedMemory | None) -> SocketChanne
 def greet(here: SocketChannel, there: SocketChannel) -> None:
     for near, far in ((here, there), (there, here)):
         near.send(Frame(0, 0, 0, b"hello", ()), soon())
-        far.recv()
+        recv(far)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def frame_of(byte: int, size: int = LARGE) -> Frame:
 def carried(pair: Pair, frame: Frame) -> memoryview:
     here, there = pair
     here.send(frame, soon())
-    (payload,) = there.recv().payload
+    (payload,) = recv(there).payload
     assert isinstance(payload, memoryview)
     assert bytes(payload) == b"".join(frame.payload)
     return payload
@@ -122,7 +123,7 @@ def test_a_payload_in_a_block_may_follow_a_large_head(pair):
     sending = threading.Thread(target=lambda: [here.send(frame, soon()) for frame in frames])
     sending.start()
     for frame in frames:
-        received = there.recv()
+        received = recv(there)
         assert (received.head, bytes(received.payload[0])) == (frame.head, frame.payload[0])
         assert is_shared(received.payload[0])  # type: ignore[arg-type]
     sending.join()
@@ -140,10 +141,10 @@ def test_nothing_goes_into_a_block_before_the_peer_has_said_that_it_can_read_it(
     here, there = as_channel(ours, SharedMemory()), as_channel(theirs, None)
     sending = threading.Thread(target=lambda: [here.send(frame_of(1), soon()) for _ in range(2)])
     sending.start()
-    assert not is_shared(there.recv().payload[0])  # type: ignore[arg-type]
+    assert not is_shared(recv(there).payload[0])  # type: ignore[arg-type]
     there.send(Frame(0, 0, 0, b"", ()), soon())
-    here.recv()
-    assert not is_shared(there.recv().payload[0])  # type: ignore[arg-type]
+    recv(here)
+    assert not is_shared(recv(there).payload[0])  # type: ignore[arg-type]
     sending.join()
     here.close()
     there.close()
@@ -160,7 +161,7 @@ def test_ends_of_which_one_has_no_shared_memory_understand_each_other(sides):
     for near, far in ((here, there), (there, here)):
         sending = threading.Thread(target=near.send, args=(frame_of(7), soon()))
         sending.start()
-        (payload,) = far.recv().payload
+        (payload,) = recv(far).payload
         sending.join()
         assert bytes(payload) == bytes([7]) * LARGE
     assert mapped() == 0
@@ -240,7 +241,7 @@ def test_many_threads_share_a_channel(pair):
         thread.start()
     kept = []
     for _ in range(48):
-        frame = there.recv()
+        frame = recv(there)
         if frame.request % 2:
             kept.append(frame)
         assert bytes(frame.payload[0]) == bytes([frame.request]) * len(frame.payload[0])
@@ -266,7 +267,7 @@ def sent_aside(pair: Pair, frame: Frame) -> memoryview:
     """As `carried`, also for what the socket does not hold at once."""
     sending = threading.Thread(target=pair[0].send, args=(frame, soon()))
     sending.start()
-    (payload,) = pair[1].recv().payload
+    (payload,) = recv(pair[1]).payload
     sending.join()
     assert isinstance(payload, memoryview)
     return payload
@@ -315,7 +316,7 @@ def test_a_peer_that_does_not_read_is_not_sent_more_than_a_channel_may_hold(pair
     here, there = pair
     here.send(frame_of(1, MAX_BUFFERED_BYTES), soon())
     assert shared.reserve([bytes(LARGE)]) is None
-    there.recv()
+    recv(there)
     assert shared.reserve([bytes(LARGE)]) is not None
 
 
@@ -384,9 +385,9 @@ def test_a_payload_sent_before_close_arrives(pair):
     here, there = pair
     here.send(frame_of(1), soon())
     here.close()
-    assert bytes(there.recv().payload[0]) == bytes([1]) * LARGE
+    assert bytes(recv(there).payload[0]) == bytes([1]) * LARGE
     with pytest.raises(PeerLost, match="connection closed by peer"):
-        there.recv()
+        recv(there)
 
 
 def test_a_closed_channel_makes_no_block(pair, shared):
@@ -457,10 +458,10 @@ def test_a_file_that_could_hurt_is_not_mapped(peer, which):
     tell(theirs, announced(1, 1, 1000), file)
     os.close(file)
     with pytest.raises(BadMessage, match=f"shared block 1 .*{text}"):
-        channel.recv()
+        recv(channel)
     assert mapped() == 0
     with pytest.raises(PeerLost, match="closed here: shared block 1"):
-        channel.recv()
+        recv(channel)
 
 
 ONE = 1 << 17
@@ -480,9 +481,9 @@ def test_a_lie_about_blocks_ends_the_channel(peer, text):
     for number, is_new, length in LIES[text]:
         tell(theirs, announced(number, is_new, length), *([file] if is_new else []))
     os.close(file)
-    kept = [channel.recv() for _ in LIES[text][1:]]
+    kept = [recv(channel) for _ in LIES[text][1:]]
     with pytest.raises(BadMessage, match=text):
-        channel.recv()
+        recv(channel)
     del kept
     assert mapped() == 0
 
@@ -491,7 +492,7 @@ def test_a_block_without_its_descriptor_says_what_may_be_wrong(peer):
     channel, theirs = peer
     tell(theirs, announced(1, 1, 1000))
     with pytest.raises(BadMessage, match="arrived without its descriptor") as caught:
-        channel.recv()
+        recv(channel)
     assert "ulimit" in str(caught.value)
 
 
@@ -502,9 +503,9 @@ def test_more_blocks_than_a_peer_may_have_are_refused(peer):
         tell(theirs, announced(number, 1, 10), file)
         os.close(file)
         if number < MOST_BLOCKS:
-            channel.recv()
+            recv(channel)
     with pytest.raises(BadMessage, match=f"block {MOST_BLOCKS} is known already, or one too many"):
-        channel.recv()
+        recv(channel)
 
 
 def test_a_payload_in_a_block_is_measured_by_the_limits(peer):
@@ -512,7 +513,7 @@ def test_a_payload_in_a_block_is_measured_by_the_limits(peer):
     channel.limits = Limits(payload=8)
     tell(theirs, announced(1, 1, 9))
     with pytest.raises(BadMessage, match="a payload of 9 bytes is over the limit of 8"):
-        channel.recv()
+        recv(channel)
 
 
 def test_descriptors_that_no_frame_speaks_of_are_closed(peer):
@@ -521,7 +522,7 @@ def test_descriptors_that_no_frame_speaks_of_are_closed(peer):
     file = os.open("/dev/null", os.O_RDONLY)
     for _ in range(20):
         tell(theirs, prefix_of(1, 0, 0, 0, 0), *[file] * 9)
-        channel.recv()
+        recv(channel)
     os.close(file)
     assert descriptors() <= before + 2
     channel.close()
@@ -533,5 +534,5 @@ def test_a_channel_without_shared_memory_refuses_a_payload_in_a_block(peer):
     channel = as_channel(ours, None)
     tell(theirs, announced(1, 1, 1000))
     with pytest.raises(BadMessage, match="unknown flags 0x0200"):
-        channel.recv()
+        recv(channel)
     theirs.close()

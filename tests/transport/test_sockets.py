@@ -12,6 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from types import FrameType
 
@@ -21,13 +22,14 @@ from hypothesis import strategies as st
 
 from gradwire.errors import BadMessage, DeadlinePassed, PeerLost
 from gradwire.options import Limits
-from gradwire.testing.background import Background, raised
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.sockets import channel as channel_module
 from gradwire.transport.sockets.channel import SocketChannel
 from gradwire.transport.sockets.stream import SocketListener
 from gradwire.wire.message import Frame, encode_prefix, pack_prefix
+from tests.background import Background, raised
 from tests.leftovers import eventually
+from tests.transport.conformance import recv
 
 FRAME = Frame(1, 0, 7, b"head", [b"pay", b"load"])
 BYTES = encode_prefix(FRAME) + b"headpayload"
@@ -76,7 +78,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def received(channel: SocketChannel) -> tuple[int, int, int, bytes, bytes]:
-    frame = channel.recv()
+    frame = recv(channel)
     return frame.kind, frame.flags, frame.request, frame.head, b"".join(frame.payload)
 
 
@@ -179,11 +181,11 @@ def test_a_small_frame_costs_one_system_call_at_each_end(pair):
     theirs.calls.clear()
     for _ in range(3):
         near.send(Frame(1, 0, 0, b"no-op", ()), soon())
-        far.recv()
+        recv(far)
     near.send(FRAME, soon())
-    far.recv()
+    recv(far)
     near.send(Frame(1, 0, 0, b"", [bytes(3000), bytes(3000)]), soon())
-    far.recv()
+    recv(far)
     assert ours.calls == ["send", "send", "send", "send", "sendmsg"]
     assert theirs.calls == ["recv_into"] * 5
 
@@ -292,7 +294,7 @@ def test_a_part_that_is_not_bytes_is_our_bug_and_ends_the_channel(pair):
     with pytest.raises(AssertionError, match="a payload part is not a view of single bytes"):
         channel.send(Frame(1, 0, 0, b"", [memoryview(array("d", [1.0] * 5000))]), soon())
     with pytest.raises(PeerLost, match="closed here: interrupted in the middle of a message"):
-        channel.recv()
+        recv(channel)
 
 
 # --- deadlines and stalls ---
@@ -377,7 +379,7 @@ def test_a_peer_that_stops_reading_within_a_message_is_given_up(pair):
     with pytest.raises(PeerLost, match=r"no byte moved for 0.02 s in the middle of a message"):
         channel.send(HUGE, soon())
     with pytest.raises(PeerLost, match=r"closed here: no byte moved for 0.02 s"):
-        channel.recv()
+        recv(channel)
 
 
 @pytest.mark.parametrize("already_sent", [1, 24, 26, 30])
@@ -386,7 +388,7 @@ def test_a_peer_that_stops_sending_within_a_message_is_given_up(pair, already_se
     theirs.sendall(BYTES[:already_sent])
     channel = as_channel(ours, stall=0.02)
     with pytest.raises(PeerLost, match=r"no byte moved for 0.02 s in the middle of a message"):
-        channel.recv()
+        recv(channel)
     assert theirs.recv(1) == b""
 
 
@@ -394,7 +396,7 @@ def test_a_peer_that_has_nothing_to_say_is_not_given_up(pair):
     ours, theirs = pair
     channel = as_channel(ours, stall=0.002)
     got: list[Frame] = []
-    reading = in_background(lambda: got.append(channel.recv()))
+    reading = in_background(lambda: got.append(recv(channel)))
     reading.join(0.02)
     assert reading.is_alive()
     theirs.sendall(BYTES)
@@ -413,7 +415,7 @@ def test_a_connection_that_ends_within_a_message_says_so(pair, already_sent):
     channel = as_channel(ours)
     for _ in range(2):
         with pytest.raises(PeerLost, match="connection closed by peer in the middle of a message"):
-            channel.recv()
+            recv(channel)
 
 
 @pytest.mark.parametrize("already_sent", [0, 1, 26])
@@ -425,12 +427,12 @@ def test_a_reset_is_told_as_a_close_is(already_sent):
         theirs, _ = server.accept()
     channel = as_channel(ours)
     theirs.sendall(BYTES[:already_sent])
-    began = Background(channel.recv)
+    began = Background(partial(recv, channel))
     if already_sent:  # a reset would discard what has not been read yet
         assert eventually(lambda: not channel.needs_heartbeat)
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     theirs.close()
-    errors = [began.error(PeerLost), raised(PeerLost, channel.recv)]
+    errors = [began.error(PeerLost), raised(PeerLost, partial(recv, channel))]
     errors.append(raised(PeerLost, lambda: channel.send(FRAME, soon())))
     assert [str(error) for error in errors] == [said] * 3
     assert isinstance(errors[0].__cause__, ConnectionResetError)
@@ -455,7 +457,7 @@ def test_another_error_of_the_system_ends_the_channel(pair):
     with pytest.raises(PeerLost, match=r"^network is down$"):
         channel.send(Frame(1, 0, 0, b"", ()), soon())
     with pytest.raises(PeerLost, match=r"^network is down$"):
-        channel.recv()
+        recv(channel)
 
 
 def test_a_descriptor_is_closed_when_its_last_user_is_gone(pair):
@@ -469,7 +471,7 @@ def test_a_descriptor_is_closed_when_its_last_user_is_gone(pair):
         except PeerLost as error:
             lost.append(error.message)
 
-    threads = [in_background(lambda: use(channel.recv))]
+    threads = [in_background(lambda: use(partial(recv, channel)))]
     threads += [in_background(lambda: use(lambda: channel.send(HUGE, soon()))) for _ in range(2)]
     threads[0].join(0.01)
     threads += [in_background(channel.close) for _ in range(4)]
@@ -500,14 +502,14 @@ def test_what_is_over_the_limits_is_refused_also_if_all_of_it_is_there(pair, lim
     ours, theirs = pair
     theirs.sendall(BYTES)
     with pytest.raises(BadMessage, match=reason):
-        as_channel(ours, limits=limits).recv()
+        recv(as_channel(ours, limits=limits))
 
 
 def test_a_promise_over_the_limits_is_refused_before_any_of_it_arrives(pair):
     ours, theirs = pair
     theirs.sendall(pack_prefix(1, 0, 0, 1001, 0))
     with pytest.raises(BadMessage, match="a payload of 1001 bytes is over the limit of 1000"):
-        as_channel(ours, limits=Limits(payload=1000)).recv()
+        recv(as_channel(ours, limits=Limits(payload=1000)))
     assert theirs.recv(1) == b""
 
 
@@ -521,7 +523,7 @@ def test_a_promise_alone_takes_no_memory(pair):
     theirs.shutdown(socket.SHUT_WR)
     before = resident()
     with pytest.raises(PeerLost, match="in the middle of a message") as caught:
-        as_channel(ours).recv()
+        recv(as_channel(ours))
     assert caught.tb is not None  # which keeps the block alive
     assert resident() - before < 64 << 20
 
@@ -530,7 +532,7 @@ def test_a_promise_of_more_than_there_is_ends_the_channel(pair):
     ours, theirs = pair
     theirs.sendall(pack_prefix(1, 0, 0, 1 << 50, 0))
     with pytest.raises(PeerLost, match=f"closed here: no memory for a payload of {1 << 50} bytes"):
-        as_channel(ours, limits=Limits(payload=1 << 60)).recv()
+        recv(as_channel(ours, limits=Limits(payload=1 << 60)))
 
 
 # --- interrupts ---
@@ -542,7 +544,7 @@ def test_an_interrupt_while_nothing_arrives_leaves_the_channel_usable(pair):
     channel = as_channel(ours)
     interrupt_this_thread_once_it_is_in("_await_frame")
     with pytest.raises(Interrupted):
-        channel.recv()
+        recv(channel)
     theirs.sendall(BYTES)
     assert received(channel) == (1, 0, 7, b"head", b"payload")
 
@@ -567,9 +569,9 @@ def test_an_interrupt_within_a_message_leaves_what_came_for_the_next_who_reads(p
     channel = as_channel(ours)
     interrupt_this_thread_once_it_is_in("_wait_for_more")
     with pytest.raises(Interrupted):
-        channel.recv()
+        recv(channel)
     theirs.sendall(BYTES[26:])
-    assert bytes(channel.recv().payload[0]) == b"payload"
+    assert bytes(recv(channel).payload[0]) == b"payload"
 
 
 @pytest.mark.parametrize("seconds", [4, 60], ids=["a deadline before the stall", "after it"])
@@ -715,14 +717,14 @@ def test_a_prefix_that_an_inner_read_has_taken_is_not_judged(pair, monkeypatch):
         if not inner:
             inner.append(None)
             theirs.sendall(first[len(BYTES) - 3 :])
-            inner.append(channel.recv())
+            inner.append(recv(channel))
             channel._ahead[:64] = bytes(64)
         return decode(*args)
 
     monkeypatch.setattr(channel_module, "decode_prefix", interrupted)
     waker = threading.Thread(target=lambda: (inner_is_there(inner), theirs.sendall(second)))
     waker.start()
-    outer = channel.recv()
+    outer = recv(channel)
     waker.join()
 
     assert bytes(inner[1].payload[0]) == bytes(outer.payload[0]) == b"payload"

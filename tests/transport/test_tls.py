@@ -30,6 +30,7 @@ from gradwire.wire.message import Frame
 from tests import certificates
 from tests.certificates import DAY, job, other_job
 from tests.leftovers import eventually
+from tests.transport.conformance import recv
 from tests.transport.test_sockets import (
     BYTES,
     HUGE,
@@ -218,7 +219,7 @@ def test_a_worker_that_speaks_plain_tcp_is_found_out():
 
     def serve() -> None:
         with suppress(Exception):
-            listener.accept().recv()
+            recv(listener.accept())
 
     serving = in_background(serve)
     with pytest.raises(PeerLost, match=r"cannot reach .*\nhint: it refused this worker, or does"):
@@ -288,7 +289,7 @@ def test_one_who_speaks_plain_tcp_is_refused():
         near = TcpTransport().connect(listener.address.replace("tls", "tcp"), soon())
         near.send(FRAME, soon())
         with pytest.raises(PeerLost, match=r"^connection closed by peer$"):
-            near.recv()
+            recv(near)
         near.close()
         assert eventually(lambda: listener.refused == {"does not speak TLS": 1})
 
@@ -328,7 +329,7 @@ def test_a_mistake_of_ours_keeps_nobody_else_out(monkeypatch, caplog):
     with listening("w0") as listener:
         unlucky = transport_of("w1").connect(listener.address, soon(), "w0")
         with pytest.raises(PeerLost):
-            unlucky.recv()
+            recv(unlucky)
         assert eventually(lambda: listener.refused == {"RuntimeError": 1})
         lucky = transport_of("w1").connect(listener.address, soon(), "w0")
         listener.accept().close()
@@ -365,7 +366,7 @@ def test_one_who_says_a_little_now_and_then_is_sent_away_too():
 
 
 def test_the_oldest_stranger_goes_when_there_are_too_many():
-    with listening("w0", pending_handshakes=2) as listener:
+    with listening("w0", limits=Limits(pending_handshakes=2)) as listener:
         first, second, third = (stranger(listener) for _ in range(3))
         assert first.recv(1) == b""
         near = transport_of("w1").connect(listener.address, soon(), "w0")
@@ -386,7 +387,7 @@ def test_strangers_go_with_the_listener():
     assert idle.recv(1) == b""
     idle.close()
     with pytest.raises(PeerLost):
-        near.recv()
+        recv(near)
     near.close()
     assert repr(listener).startswith("<TlsListener on tls://127.0.0.1:")
 
@@ -468,7 +469,7 @@ def test_a_part_of_a_record_is_no_frame_yet(wire):
         cut.sendall(bytes([byte]))
         assert receiver.maybe_recv(0.0) is None
     cut.sendall(record[-1:])
-    assert receiver.recv().request == 7
+    assert recv(receiver).request == 7
 
 
 def test_a_byte_that_was_changed_on_the_way_ends_the_channel(wire):
@@ -478,10 +479,10 @@ def test_a_byte_that_was_changed_on_the_way_ends_the_channel(wire):
     changed = bytearray(sent.recv(1000))
     changed[-20] ^= 1
     cut.sendall(changed)
-    assert receiver.recv().request == 7
+    assert recv(receiver).request == 7
     for _ in range(2):
         with pytest.raises(PeerLost, match="tls: decryption failed or bad record mac"):
-            receiver.recv()
+            recv(receiver)
 
 
 def test_records_that_are_repeated_end_the_channel(wire):
@@ -489,9 +490,9 @@ def test_records_that_are_repeated_end_the_channel(wire):
     sender.send(FRAME, soon())
     record = sent.recv(1000)
     cut.sendall(record + record)
-    assert receiver.recv().request == 7
+    assert recv(receiver).request == 7
     with pytest.raises(PeerLost, match="tls: decryption failed or bad record mac"):
-        receiver.recv()
+        recv(receiver)
 
 
 def test_an_end_that_was_forged_within_a_frame_is_seen(wire):
@@ -500,7 +501,7 @@ def test_an_end_that_was_forged_within_a_frame_is_seen(wire):
     cut.sendall(sent.recv(100_000)[:18_000])  # a whole record, and some of the next
     cut.close()
     with pytest.raises(PeerLost, match="connection closed by peer in the middle of a message"):
-        receiver.recv()
+        recv(receiver)
 
 
 def test_bytes_can_be_taken_one_by_one_and_what_follows_stays(ends):
@@ -508,7 +509,7 @@ def test_bytes_can_be_taken_one_by_one_and_what_follows_stays(ends):
     near.send(FRAME, soon())
     near.send(FRAME, soon())
     assert b"".join(far.recv_raw(1, soon()) for _ in BYTES) == BYTES
-    assert far.recv().request == 7
+    assert recv(far).request == 7
     with pytest.raises(BlockingIOError):
         far._sock.recv_into(memoryview(bytearray(1)), 0, socket.MSG_DONTWAIT)
 
@@ -551,7 +552,7 @@ def test_large_payloads_go_both_ways_at_once():
 
     def receives(channel: SocketChannel) -> None:
         for n in range(2):
-            frame = channel.recv()
+            frame = recv(channel)
             assert (frame.request, frame.payload[0] == payload) == (n, True)
 
     threads = [
@@ -587,7 +588,7 @@ def test_a_peer_may_change_its_keys():
         while b"KEYUPDATE" not in heard:
             heard += peer.stdout.read(1)
         peer.stdin.write(BYTES)
-        assert far.recv().request == 7
+        assert recv(far).request == 7
         far.send(FRAME, soon())
         far.close()
         assert b"headpayload" in peer.stdout.read()
@@ -598,7 +599,7 @@ def test_many_key_updates_that_ask_for_an_answer_end_the_channel(ends):
     far._sock._outgoing.write(bytes(MIB))  # as if as many answers were due
     near.send(FRAME, soon())
     with pytest.raises(PeerLost, match="tls: too many key updates"):
-        far.recv()
+        recv(far)
 
 
 def test_a_peer_that_stops_reading_within_a_message_is_given_up():
@@ -615,9 +616,9 @@ def test_an_interrupt_while_nothing_arrives_leaves_the_channel_usable(ends):
     near, far, _ = ends
     interrupt_this_thread_once_it_is_in("_await_frame")
     with pytest.raises(Interrupted):
-        far.recv()
+        recv(far)
     near.send(FRAME, soon())
-    assert far.recv().request == 7
+    assert recv(far).request == 7
 
 
 def test_an_interrupt_while_something_is_decrypted_ends_the_channel(ends, monkeypatch):
@@ -632,10 +633,10 @@ def test_an_interrupt_while_something_is_decrypted_ends_the_channel(ends, monkey
     near.send(FRAME, soon())
     monkeypatch.setattr(stream, "_read", interrupted)
     with pytest.raises(Interrupted):
-        far.recv()
+        recv(far)
     monkeypatch.setattr(stream, "_read", decrypt)
     with pytest.raises(PeerLost, match="closed here: interrupted in the middle of a message"):
-        far.recv()
+        recv(far)
 
 
 # --- files ---

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from gradwire.compat.rpc import constants
 from gradwire.errors import DeadlinePassed
+from gradwire.options import FOREVER
 from gradwire.rpc.calls import futures as ours
 
 Futures = list[torch.futures.Future[Any]]
@@ -21,17 +21,16 @@ def wait_all(futures: Futures) -> list[Any]:
     """The values of all, or the first exception, without waiting for the others."""
     settled: SimpleQueue[torch.futures.Future[Any] | None] = SimpleQueue()
     _when_settled(futures, settled.put)
-    seconds = constants.A_LONG_TIME_SECONDS  # for the program's own; ours have deadlines
     while True:
         try:
-            failed = settled.get(timeout=seconds)
+            failed = settled.get(timeout=FOREVER)  # for the program's own; ours have deadlines
             break
         except Empty:
             theirs = [future for future in futures if not isinstance(future, ours.Future)]
             late = [future for future in theirs if not future.done()]
         if late:
             raise DeadlinePassed(
-                f"{len(late)} of {len(futures)} futures were not completed in {seconds:g} s",
+                f"{len(late)} of {len(futures)} futures were not completed in {FOREVER:g} s",
                 hint="whoever makes a torch.futures.Future() completes it, by set_result or "
                 "set_exception",
             )

@@ -31,8 +31,6 @@ _RPC_MODULES = (
     "api",
     "functions",
     "server_process_global_profiler",
-    "_testing",
-    "_testing.faulty_agent_backend_registry",
 )
 
 MODULES: Final[Mapping[str, str]] = {

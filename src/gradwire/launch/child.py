@@ -30,10 +30,9 @@ from gradwire.agent.remote_errors import describe
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
 from gradwire.launch.supervise_state import CALLER
-from gradwire.options import Options
+from gradwire.options import FOREVER, Options
 from gradwire.rpc.api import init_rpc, shutdown
 from gradwire.rpc.codec.pickle_codec import dumps, loads
-from gradwire.rpc.expose.names import maybe_at, steps
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Worker
 
@@ -43,8 +42,6 @@ BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
 ARGUMENTS = "arguments"  # the file with the function, its arguments, and what is exposed
 SECRET = "secret"  # the file with the secret of the run, unless its options name one
 _LOOK_AGAIN_SECONDS = 1.0
-FOREVER_SECONDS = 10 * 365 * 86400.0
-"""How long a serving worker waits for the others in shutdown; the parent gives up sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +151,7 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         worker, is_over = cast(Worker, current_worker.find()), not spec.may_restart
         while not is_over:
             is_over = worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS) or spec.returned.exists()
-        shutdown(timeout=FOREVER_SECONDS)
+        shutdown(timeout=FOREVER)  # the parent gives up sooner
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
         me = os.getpid()
@@ -205,9 +202,3 @@ def unpickled(data: bytes, what: str, *, hint: str | None = None) -> Any:  # noq
         return loads(data)
     except Exception as error:
         raise UsageError(f"{what} cannot be unpickled here: {error}", hint=hint) from error
-
-
-def maybe_exception(name: str) -> type[BaseException] | None:
-    """The exception type of that name, from any module; None if there is none."""
-    found = maybe_at(steps(name))
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None

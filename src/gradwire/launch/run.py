@@ -23,11 +23,12 @@ from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import LAST_INCARNATION
 from gradwire.launch import child, supervise_state
-from gradwire.launch.child import WorkerSpec, maybe_exception, pickled, unpickled
+from gradwire.launch.child import WorkerSpec, pickled, unpickled
 from gradwire.launch.processes import ProcessGroup
 from gradwire.launch.supervise_state import Died, Failed, Overdue, RunState, Succeeded, Verdict
 from gradwire.options import Options
 from gradwire.rpc.api import positional
+from gradwire.rpc.codec.pickle_codec import sent_exception
 from gradwire.rpc.expose.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
 
@@ -197,4 +198,4 @@ def _failure_of(spec: WorkerSpec) -> Failure:
 
 
 def _revived(spec: WorkerSpec) -> GradwireError:
-    return revive(_failure_of(spec), maybe_exception)
+    return revive(_failure_of(spec), sent_exception)

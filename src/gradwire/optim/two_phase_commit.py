@@ -1,6 +1,6 @@
 """TwoPhaseCommit: all owners of an optimizer's parameters step, or none (see optimizer.py).
 
-It coordinates a step on the maker of the optimizer; StepServer takes part on an owner (shard.py).
+It coordinates a step on the optimizer's maker. OptimizerHost (shard.py) takes part on an owner.
 """
 
 from __future__ import annotations

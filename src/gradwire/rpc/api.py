@@ -18,7 +18,14 @@ from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.current import current_worker
 from gradwire.errors import ArgumentTypeError, PeerLost, UsageError
 from gradwire.ids import WorkerId
-from gradwire.options import DEFAULT, Options, Timeout, Timeouts, rank_and_size_from_environment
+from gradwire.options import (
+    DEFAULT,
+    FOREVER,
+    Options,
+    Timeout,
+    Timeouts,
+    rank_and_size_from_environment,
+)
 from gradwire.rpc.calls.client import Make, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
@@ -34,8 +41,6 @@ To = str | int | WorkerInfo
 _log = logging.getLogger("gradwire")
 _TEXT = (str, bytes, bytearray, memoryview)
 _BACKENDS = ("TENSORPIPE", None)
-_FOR_EVER = 86400.0
-"""Seconds that replace a timeout of 0, which in torch means no deadline; as under compat."""
 
 
 def init_rpc(
@@ -238,7 +243,7 @@ def _here() -> Worker:
     return cast(Worker, current_worker.find())
 
 
-def positional(args: object, what: str = "args") -> tuple[object, ...]:
+def positional(args: object) -> tuple[object, ...]:
     """The positional arguments, from a tuple or a list.
 
     Other iterables are refused, though `fn(*args)` would accept them: a tensor of shape (1, 3)
@@ -247,7 +252,7 @@ def positional(args: object, what: str = "args") -> tuple[object, ...]:
     """
     if isinstance(args, tuple | list):
         return tuple(args)
-    raise _not_arguments(args, what)
+    raise _not_arguments(args)
 
 
 def of_sequence(args: object) -> tuple[object, ...]:
@@ -256,29 +261,29 @@ def of_sequence(args: object) -> tuple[object, ...]:
         return ()
     if isinstance(args, Sequence) and not isinstance(args, _TEXT):
         return tuple(args)
-    raise _not_arguments(args, "args")
+    raise _not_arguments(args)
 
 
-def keywords(kwargs: object, what: str = "kwargs") -> dict[str, object]:
+def keywords(kwargs: object) -> dict[str, object]:
     """The keyword arguments, from a mapping or None."""
     if kwargs is None:
         return {}
     if not isinstance(kwargs, Mapping):
         raise ArgumentTypeError(
-            f"{what} is a {type(kwargs).__name__}, not a dict", hint=f"{what}={{'name': value}}"
+            f"kwargs is a {type(kwargs).__name__}, not a dict", hint="kwargs={'name': value}"
         )
     return dict(kwargs)
 
 
-def _not_arguments(args: object, what: str) -> ArgumentTypeError:
+def _not_arguments(args: object) -> ArgumentTypeError:
     kind = type(args).__name__
     if isinstance(args, Mapping):
-        hint = f"{what}=(value,) passes it as one argument, kwargs=value as named ones"
+        hint = "args=(value,) passes it as one argument, kwargs=value as named ones"
     elif hasattr(args, "__iter__") and not isinstance(args, _TEXT):
-        hint = f"{what}=(value,) passes it as one argument, {what}=tuple(value) its elements"
+        hint = "args=(value,) passes it as one argument, args=tuple(value) its elements"
     else:
-        hint = f"{what}=(value,), with the comma, passes it as one argument"
-    return ArgumentTypeError(f"{what} is a {kind}, not a tuple or a list of arguments", hint=hint)
+        hint = "args=(value,), with the comma, passes it as one argument"
+    return ArgumentTypeError(f"args is a {kind}, not a tuple or a list of arguments", hint=hint)
 
 
 def options_for(backend: object, given: Any, options: Options | None) -> Options:  # noqa: ANN401
@@ -306,5 +311,5 @@ def options_for(backend: object, given: Any, options: Options | None) -> Options
         init_method=given.init_method,
         device_maps=getattr(given, "device_maps", {}),
         threads=max(1, getattr(given, "num_worker_threads", Options().threads)),
-        timeouts=Timeouts(call=float(given.rpc_timeout) or _FOR_EVER),
+        timeouts=Timeouts(call=float(given.rpc_timeout) or FOREVER),  # 0 in torch: no deadline
     )

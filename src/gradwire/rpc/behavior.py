@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.agent.peers.directory import Directory
-from gradwire.transport.base import Channel
 
 Translated = Callable[[Exception, Directory], Exception]
 
@@ -44,8 +43,6 @@ class Behavior:
     """the error that fetching a value raises"""
     of_callback: Callable[[Exception], Exception] = lambda error: error
     """the error that the future of a callback raises, for what the callback raised"""
-    channel: Callable[[Channel], Channel] = lambda channel: channel
-    """a wrapper around each channel of this worker"""
     parts: tuple[Callable[[Any], object], ...] = ()
     """`worker.part(…)` of each is made before the worker serves"""
 

@@ -209,7 +209,6 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
             stall=stall,
             limits=limits,
             patience=options.timeouts.handshake,
-            pending_handshakes=limits.pending_handshakes,
             refused=refused,
         )
         if name not in over_tls.names:

@@ -104,7 +104,7 @@ class Worker:
         self.refusals = refusals or Refusals()
         """what was refused here, by kind"""
         place, clock = (directory, job, secret, transports, listener), clock or MonotonicClock()
-        connections = Connections(*place, options, clock, self.refusals, behavior.channel)
+        connections = Connections(*place, options, clock, self.refusals)
         below, registry = (directory, connections, clock, self.events, options), Registry(expose)
         self.agent = Agent(
             *below,

@@ -1,7 +1,8 @@
 """The contract of every transport: whole frames, in order, between two ends.
 
-This layer must not know workers, calls or what a frame means. `gradwire.testing.conformance` tests
-any transport against this contract. Deadlines are absolute, on the clock of `time.monotonic()`.
+This layer must not know workers, calls or what a frame means. The checks in
+tests/transport/conformance.py test any transport against this contract. Deadlines are absolute, on
+the clock of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class Reentered(Exception):
 class Channel(Protocol):
     """One end of a connection.
 
-    Any thread may send; one thread at a time may recv, not always the same one. A finalizer or a
-    signal handler may interrupt a send or recv and send or receive itself: its frame goes before or
-    after the whole frame that its thread is sending, and it receives the frame after the one that
-    its thread has already taken.
+    Any thread may send; one thread at a time may receive, not always the same one. A finalizer or a
+    signal handler may interrupt either and send or receive itself: its frame goes before or after
+    the whole frame that its thread is sending, and it receives the frame after the one that its
+    thread has already taken.
     """
 
     remote: str
@@ -92,21 +93,17 @@ class Channel(Protocol):
         which ends the channel. After PeerLost it is unknown how much of the frame arrived.
         """
 
-    def recv(self) -> Frame:
-        """Block for the next frame; its payload is one block of memory.
-
-        PeerLost after the last frame that the peer sent, or at once after `close`; its message says
-        which. BadMessage if the frame is over the limits, which ends the channel.
-        """
-
     def maybe_recv(self, until: float, done: Callable[[], bool] = never) -> Frame | None:
-        """Like `recv`, but None if no frame has begun by `until`; if that is past, do not wait.
+        """The next frame, with its payload in one block of memory; None if none begins by `until`.
 
-        Also None soon after `done()` is true, which tells that the wait is no longer needed.
+        Also None soon after `done()` is true, which tells that the wait is no longer needed. Does
+        not wait if `until` is past. PeerLost after the last frame that the peer sent, or at once
+        after `close`; its message says which. BadMessage if the frame is over the limits, which
+        ends the channel.
         """
 
     def close(self, reason: str = "close() was called") -> None:
-        """End the connection and wake a blocked send and recv; idempotent, from any thread.
+        """End the connection and wake a blocked send and read; idempotent, from any thread.
 
         Frames already sent still reach a peer that reads; those not received here are dropped.
         """

@@ -6,7 +6,6 @@ here works over a network. There are no threads; each `MemoryNetwork` has its ow
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -125,7 +124,7 @@ def _signal(semaphore: threading.Lock) -> None:
 
 
 class MemoryChannel:
-    """One end of a connection: a pipe in each direction; testing/simulate/links.py has others."""
+    """One end of a connection: a pipe in each direction; tests/simulate has others."""
 
     peer_names: tuple[str, ...] | None = None
     binding = b""
@@ -185,12 +184,6 @@ class MemoryChannel:
         if not was_put:
             self._check_open()
             raise PeerLost(base.CLOSED_BY_PEER)
-
-    def recv(self) -> Frame:
-        """See `Channel.recv`."""
-        frame = self.maybe_recv(math.inf)
-        assert frame is not None, "without a deadline, recv waits for a frame"
-        return frame
 
     def maybe_recv(self, until: float, done: Callable[[], bool] = base.never) -> Frame | None:
         """See `Channel.maybe_recv`."""

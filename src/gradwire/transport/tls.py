@@ -54,7 +54,7 @@ class TlsTransport:
     """The transport for tls://host:port.
 
     A client must complete the handshake within `patience` seconds; the oldest of more than
-    `pending_handshakes` is dropped. `refused(kind, remote)` is called for each refused client.
+    `limits.pending_handshakes` is dropped. `refused(kind, remote)` is called for each refused one.
     """
 
     def __init__(
@@ -64,12 +64,11 @@ class TlsTransport:
         limits: Limits = LIMITS,
         stall: float = STALL,
         patience: float = 5.0,
-        pending_handshakes: int = 256,
         refused: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
         self.identity, self.refused, self._stall = Identity(tls), refused, stall
         self.names = self.identity.names  # of this worker, in its certificate
-        self.patience, self.pending_handshakes = patience, pending_handshakes
+        self.patience, self.pending_handshakes = patience, limits.pending_handshakes
         self._socket_channel = partial(SocketChannel, limits=limits, stall=stall, pool=BlockPool())
 
     def listen(self, address: str) -> TlsListener:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import select
 import socket
 import ssl
@@ -23,12 +22,12 @@ from collections.abc import Iterable
 from typing import Any, Final, NoReturn, final
 
 from gradwire.errors import UsageError
+from gradwire.ids import WORKER_NAME
 from gradwire.options import Tls
 from gradwire.transport.sockets.stream import INTERRUPTED, reason_of, stalled
 from gradwire.wire.message import Buffer
 
 URI_PREFIX: Final = "gradwire:"
-_NAME: Final = re.compile(r"[A-Za-z0-9_:-]{1,127}")
 _BINDING: Final = b"gradwire tls binding 1"
 _FOR_OTHERS: Final = 0o077
 _HINT = "`gradwire certs` makes certificates that fit together"
@@ -60,7 +59,7 @@ class TlsSession:
         shown: dict[str, Any] = self.tls.getpeercert() or {}
         uris = [value for kind, value in shown.get("subjectAltName", ()) if kind == "URI"]
         named = [uri.removeprefix(URI_PREFIX) for uri in uris if uri.startswith(URI_PREFIX)]
-        return tuple(name for name in named if _NAME.fullmatch(name))
+        return tuple(name for name in named if WORKER_NAME.fullmatch(name))
 
     def peer_certificate(self) -> bytes:
         """The certificate of the peer."""

@@ -15,7 +15,7 @@ from gradwire.agent.peers.secret import SignedStore, fresh_secret
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.errors import GradwireError, JoinTimeout, PeerLost, UsageError
 from gradwire.options import Options, Timeouts
-from gradwire.testing.background import Background
+from tests.background import Background
 
 SECRET = fresh_secret()
 

@@ -59,10 +59,9 @@ class Connections:
         options: Options,
         clock: Clock,
         refusals: Refusals,
-        wrap: Callable[[Channel], Channel] = lambda channel: channel,
     ) -> None:
         self._most_per_peer, self._seconds = options.limits.connections, options.timeouts.connect
-        self._directory, self._transports, self._wrap = directory, transports, wrap
+        self._directory, self._transports = directory, transports
         self._job, self._secret = job, secret
         self._clock, self._refusals = clock, refusals
         self._acceptor = handshake.Acceptor(directory.me.name, listener, options, clock, refusals)
@@ -282,7 +281,6 @@ class Connections:
 
     def _use(self, worker: WorkerId, channel: Channel, losses: _Losses = None) -> Channel:
         """Put a channel to use; `losses` is what our Hello and the peer's on it have said."""
-        channel = self._wrap(channel)
         # Listeners run with the peer's lock held, though not with the worker's. Without it a loss
         # could overtake the join that came before it, or a frame of the new channel the report of
         # the last loss. So listeners must not block, nor wait for anything that takes this lock.

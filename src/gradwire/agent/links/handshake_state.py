@@ -32,6 +32,7 @@ from enum import IntEnum
 from typing import Final, Generic, TypeVar, final
 
 from gradwire.errors import NotTrusted
+from gradwire.ids import WORKER_NAME
 
 T = TypeVar("T")
 
@@ -42,7 +43,6 @@ _HEAD: Final = struct.Struct(">8sHBH")
 HEAD_BYTES: Final = _HEAD.size
 _MAGIC: Final = b"gradwire"
 _SHORT: Final = struct.Struct(">H")
-_NAME: Final = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
 _JOB: Final = re.compile(r"[A-Za-z0-9\-_]{1,64}")
 _OPENING, _CHALLENGE, _PROOF, _REFUSED = 1, 2, 3, 4
 _DIALLER, _LISTENER = b"gradwire: the dialler's proof", b"gradwire: the listener's proof"
@@ -223,7 +223,7 @@ def _opened(said: bytes) -> tuple[str, str, str, bytes]:
     if at != len(said) or len(fields) != 4 or len(fields[3]) != NONCE_BYTES:
         raise Refusal(Reason.STRANGER, "its opening is not one")
     job, dialler, listener = (field.decode("latin-1") for field in fields[:3])
-    if not (_JOB.fullmatch(job) and _NAME.fullmatch(dialler) and _NAME.fullmatch(listener)):
+    if not (_JOB.fullmatch(job) and all(map(WORKER_NAME.fullmatch, (dialler, listener)))):
         raise Refusal(Reason.STRANGER, "its opening holds no names")
     return job, dialler, listener, fields[3]
 

@@ -6,7 +6,6 @@ worker is gone. The incarnation is new then, and higher than any before it in th
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -15,14 +14,12 @@ from typing import final
 import msgspec
 
 from gradwire.errors import BadMessage, PeerLost, UnknownWorker, UsageError
-from gradwire.ids import ContextId, WorkerId, count_of, first_of, opener_of
-
-_NAME = re.compile(r"[A-Za-z0-9\-_:]{1,127}")
+from gradwire.ids import WORKER_NAME, ContextId, WorkerId, count_of, first_of, opener_of
 
 
 def check_name(name: str) -> None:
     """UsageError for a name that has other characters than addresses and traces allow."""
-    if not _NAME.fullmatch(name):
+    if not WORKER_NAME.fullmatch(name):
         raise UsageError(
             f"Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and "
             f"shorter than 128 chars, but got {name}"
@@ -176,13 +173,6 @@ class Directory:
                 self._remove(member)
             self._add(said)
         return [member.id for member in replaced]
-
-    def move(self, worker: WorkerId, address: str) -> str:
-        """Dial a worker at this address from now on; returns the address until now."""
-        before = self.address(worker)
-        with self.lock:
-            self._add(replace(self._by_id[worker], address=address))
-        return before
 
     def left(self, worker: WorkerId, incarnation: int) -> bool:
         """Remove a worker that leaves; False if this incarnation is gone already."""

@@ -16,7 +16,7 @@ from gradwire.compat.rpc import constants
 from gradwire.compat.rpc.options import DeviceMap, TensorPipeRpcBackendOptions
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import GradwireError
-from gradwire.rpc.behavior import Behavior
+from gradwire.options import FOREVER
 from gradwire.rpc.join import clear_default_worker, join, set_default_worker
 from gradwire.rpc.worker import Worker
 
@@ -26,10 +26,10 @@ _agent: ProcessValue[RpcAgent] = ProcessValue()
 
 
 def patience(timeout: float | None) -> float:
-    """The seconds that a timeout of theirs means: -1 is the default, 0 a long time."""
+    """The seconds that a timeout of theirs means: -1 is the default, 0 means no deadline."""
     if timeout is None or timeout == constants.UNSET_RPC_TIMEOUT:
         timeout = get_rpc_timeout()
-    return max(timeout, _SHORTEST_SECONDS) if timeout else constants.A_LONG_TIME_SECONDS
+    return max(timeout, _SHORTEST_SECONDS) if timeout else FOREVER
 
 
 class RpcAgent:
@@ -61,6 +61,8 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: dict[str, DeviceMap] | None = None,
         devices: list[torch.device] | None = None,
     ) -> None:
+        from gradwire.compat.rpc.behavior import TORCH  # it is made of what needs this module
+
         count = torch.cuda.device_count()
         mine = DeviceFacts(name, count, opts.device_maps, opts.devices)
         worker = join(
@@ -68,7 +70,7 @@ class TensorPipeAgent(RpcAgent):
             worker_id,
             world_size or None,
             opts.for_worker(),
-            behavior=self._behavior(opts),
+            behavior=TORCH,
             store=store,
             note=mine.to_note(),
         )
@@ -82,11 +84,6 @@ class TensorPipeAgent(RpcAgent):
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
         self._take(worker, opts)
-
-    def _behavior(self, opts: TensorPipeRpcBackendOptions) -> Behavior:
-        from gradwire.compat.rpc.behavior import TORCH  # it is made of what needs this module
-
-        return TORCH
 
     def _take(self, worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
         self.worker, self._options = worker, opts
@@ -124,7 +121,7 @@ class TensorPipeAgent(RpcAgent):
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until nothing is in flight: anywhere, or in an open world here."""
         let_go = (lambda: None) if self.is_static_group else self.worker.refs.abandon
-        self.worker.leave(timeout or constants.A_LONG_TIME_SECONDS, let_go)
+        self.worker.leave(timeout or FOREVER, let_go)
         self._has_left = True
 
     def leaks(self) -> list[str]:

@@ -32,11 +32,7 @@ from gradwire.compat.rpc.agent import (
 )
 from gradwire.compat.rpc.all_gather import all_gather
 from gradwire.compat.rpc.all_gather_state import Rounds
-from gradwire.compat.rpc.constants import (
-    A_LONG_TIME_SECONDS,
-    DEFAULT_SHUTDOWN_TIMEOUT,
-    UNSET_RPC_TIMEOUT,
-)
+from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_call
 from gradwire.compat.rpc.internal import (
     PythonUDF,
@@ -50,6 +46,7 @@ from gradwire.compat.rpc.internal import (
 from gradwire.compat.rpc.rref_proxy import PyRRef, RRef, beside
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, GradwireError, PeerError
+from gradwire.options import FOREVER
 from gradwire.rpc.api import keywords, of_sequence
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.codec.body import tensors_in
@@ -287,7 +284,7 @@ def _all_gather(
     worker, seconds = _ours(), patience(timeout)
     me, gathers = worker.name, worker.part(all_gather)
     names = set(worker_names or [info.name for info in worker.directory.all()])
-    wait_seconds = A_LONG_TIME_SECONDS if timeout == UNSET_RPC_TIMEOUT else seconds
+    wait_seconds = FOREVER if timeout == UNSET_RPC_TIMEOUT else seconds
     leader, *followers = sorted(names)
     with gathers.round(names) as round:
         if me != leader:

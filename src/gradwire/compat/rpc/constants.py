@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from gradwire.options import FOREVER
-
 DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
 DEFAULT_INIT_METHOD: str = "env://"
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
@@ -17,8 +15,5 @@ _DEFAULT_RPC_TIMEOUT_SEC = DEFAULT_RPC_TIMEOUT_SEC
 _DEFAULT_INIT_METHOD = DEFAULT_INIT_METHOD
 _DEFAULT_NUM_WORKER_THREADS = DEFAULT_NUM_WORKER_THREADS
 _UNSET_RPC_TIMEOUT = UNSET_RPC_TIMEOUT
-
-A_LONG_TIME_SECONDS: float = FOREVER
-"""What a timeout of 0 means: as long as the others live."""
 
 __all__: list[str] = []

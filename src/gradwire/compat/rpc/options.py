@@ -8,7 +8,7 @@ from numbers import Integral, Real
 import torch
 
 from gradwire.compat.rpc import constants
-from gradwire.options import Options, Timeouts, is_insecure_by_environment
+from gradwire.options import FOREVER, Options, Timeouts, is_insecure_by_environment
 
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
@@ -86,7 +86,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def for_worker(self) -> Options:
         """The same as gradwire's own options; the deadline for joining is the default."""
-        seconds = float(self.rpc_timeout) or constants.A_LONG_TIME_SECONDS
+        seconds = float(self.rpc_timeout) or FOREVER
         return Options(
             init_method=self.init_method,
             timeouts=Timeouts(call=seconds),

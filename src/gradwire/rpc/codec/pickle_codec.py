@@ -26,6 +26,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any, cast, final
 
@@ -95,10 +96,10 @@ class PickleCodec:
 
 
 def sent_exception(name: str) -> type[BaseException] | None:
-    """The exception of that name; imports its module, as a peer that sends pickles may do so."""
+    """The exception of that name; imports its module, as whoever sends pickles may do so."""
     home, _, qualname = name.partition(":")
     try:
-        found = pickle._getattribute(importlib.import_module(home), qualname)[0]  # type: ignore[attr-defined]
+        found: object = attrgetter(qualname)(importlib.import_module(home))
     except (ImportError, AttributeError, ValueError):
         return None
     return found if isinstance(found, type) and issubclass(found, BaseException) else None

@@ -120,12 +120,6 @@ class SocketChannel:
         """See `Channel.close`."""
         self._closer.end(base.closed_here(reason))
 
-    def recv(self) -> Frame:
-        """See `Channel.recv`."""
-        frame = self.maybe_recv(math.inf)
-        assert frame is not None, "without a deadline, recv waits for a frame"
-        return frame
-
     def _reading(self, view: memoryview) -> Callable[[int], Any]:
         """A read into the view with the flags that it is given."""
         if self._shared is None:

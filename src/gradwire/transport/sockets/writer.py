@@ -316,7 +316,7 @@ class FrameWriter:
         self._is_blocked = False
         self._unsent = None  # no frame can follow it
         # The peer may have sent answers before it closed, so keep the channel open for reading;
-        # `recv` will find its end.
+        # its reader will find its end.
         if not isinstance(error, ConnectionError):
             self._closer.end(stream.close_reason_of(error))
         return PeerLost(self._closer.close_reason or stream.close_reason_of(error))

@@ -1,6 +1,6 @@
 """Workers in a simulated world: one seed, one history of delays, cuts, crashes and restarts.
 
-`simulate` runs a program of your own in it. `python -m gradwire.testing.simulate --seeds 1000` runs
+`simulate` runs a program of your own in it. `python -m tests.simulate --seeds 1000` runs
 random programs under random faults, and checks that gradients are exact or an error says who is to
 blame, that everything ends in time, and that nothing is left behind.
 
@@ -16,8 +16,8 @@ blame, that everything ends in time, and that nothing is left behind.
     batch         many of them, and the command
 """
 
-from gradwire.testing.simulate.faults import Faults
-from gradwire.testing.simulate.history import History, Outcome, Setting, play, setting_of, simulate
-from gradwire.testing.simulate.scheduler import Stuck
+from tests.simulate.faults import Faults
+from tests.simulate.history import History, Outcome, Setting, play, setting_of, simulate
+from tests.simulate.scheduler import Stuck
 
 __all__ = ["Faults", "Outcome", "Setting", "Stuck", "History", "play", "setting_of", "simulate"]

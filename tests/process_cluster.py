@@ -25,8 +25,9 @@ from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost
 from gradwire.launch import child
 from gradwire.launch.processes import ProcessGroup
-from gradwire.options import Options
+from gradwire.options import FOREVER, Options
 from gradwire.rpc.api import init_rpc, shutdown
+from gradwire.rpc.codec.pickle_codec import sent_exception
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Exposed
 
@@ -75,7 +76,7 @@ def _serve(spec: child.WorkerSpec, expose: Exposed) -> Warned:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
-        shutdown(timeout=child.FOREVER_SECONDS)
+        shutdown(timeout=FOREVER)
     return [(warning.category, str(warning.message)) for warning in warned]
 
 
@@ -160,7 +161,7 @@ class Host:
             data = self._tasks.recv_bytes()
         outcome = child.unpickled(data, f"what {self.name} returned")
         if isinstance(outcome, Failure):
-            raise revive(outcome, child.maybe_exception)
+            raise revive(outcome, sent_exception)
         return outcome[0]
 
     def do(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 import gradwire
-from gradwire.testing.simulate.scheduler import here
+from tests.simulate.scheduler import here
 
 TO_GRAD, TO_MAP, OF_INPUT = "loss.backward()", "backward(context, [loss])", "autograd.grad()"
 _APART = 7

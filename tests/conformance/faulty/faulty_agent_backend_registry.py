@@ -1,25 +1,26 @@
-"""The backend FAULTY_TENSORPIPE: channels that lose and delay messages of chosen kinds."""
+"""The backend FAULTY_TENSORPIPE: it loses and delays messages of chosen kinds."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, final
 
 from msgspec import structs
 
+from gradwire.agent.serving.dispatch import Registered, Run
 from gradwire.autograd.messages import Forget
 from gradwire.compat.rpc import backend_registry
 from gradwire.compat.rpc.agent import TensorPipeAgent
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.errors import GradwireError, PeerLost
-from gradwire.rpc.behavior import Behavior
+from gradwire.ids import WorkerId
 from gradwire.rpc.messages import Accept, Call, Drop, Fetch, Fork
+from gradwire.rpc.worker import Worker
 from gradwire.transport.base import Channel
 from gradwire.wire.message import IS_ANSWER, Frame, Kinds, kind_of
 
@@ -52,14 +53,38 @@ def names_of(frame: Frame) -> set[str]:
 
 @final
 class FaultPlan:
-    """Which messages of one worker fail, how often, and which come late."""
+    """Which messages of one worker fail, how often, and which come late: its interceptor."""
 
     def __init__(self, options: FaultyTensorPipeRpcBackendOptions) -> None:
         self._options = options
         self._lock = threading.RLock()
         self._failed: Counter[bytes] = Counter()
 
-    def seconds_late(self, frame: Frame) -> float:
+    def around(self, frame: Frame, registered: Registered, run: Run) -> tuple[Registered, Run]:
+        """Handlers run as they are."""
+        return registered, run
+
+    def take_answer(self, take: Run, worker: WorkerId, channel: Channel, frame: Frame) -> None:
+        """So do answers."""
+        take(worker, frame)
+
+    def send(self, to: WorkerId, channel: Channel, frame: Frame, deadline: float) -> None:
+        """Send it, now or later, or fail."""
+        late = self._seconds_late(frame)
+        if not late:
+            channel.send(frame, deadline)
+            return
+        copied = structs.replace(frame, payload=[bytes(part) for part in frame.payload])
+
+        def send_late() -> None:
+            with suppress(GradwireError):  # the caller that waits for an answer has a deadline
+                channel.send(copied, time.monotonic() + late)
+
+        later = threading.Timer(late, send_late)
+        later.daemon = True
+        later.start()
+
+    def _seconds_late(self, frame: Frame) -> float:
         """How late a message is sent; InjectedLoss if it is not, the first few times."""
         names, options = names_of(frame), self._options
         if names.intersection(options.messages_to_fail):
@@ -68,33 +93,6 @@ class FaultPlan:
                 if self._failed[frame.head] <= options.num_fail_sends:
                     raise InjectedLoss("RPCErr:2:a fault was injected on purpose")
         return max((options.messages_to_delay.get(name, 0.0) for name in names), default=0.0)
-
-
-@final
-class FaultyChannel:
-    """A channel that does not always do what it is told; all but `send` is the inner one's."""
-
-    def __init__(self, inner: Channel, faults: FaultPlan) -> None:
-        self._inner, self._faults = inner, faults
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self._inner, name)
-
-    def send(self, frame: Frame, deadline: float) -> None:
-        """Send it, now or later, or fail."""
-        late = self._faults.seconds_late(frame)
-        if not late:
-            self._inner.send(frame, deadline)
-            return
-        copied = structs.replace(frame, payload=[bytes(part) for part in frame.payload])
-
-        def send_late() -> None:
-            with suppress(GradwireError):  # the caller that waits for an answer has a deadline
-                self._inner.send(copied, time.monotonic() + late)
-
-        later = threading.Timer(late, send_late)
-        later.daemon = True
-        later.start()
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
@@ -106,7 +104,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         messages_to_fail: Sequence[str] = (),
         messages_to_delay: Mapping[str, float] | None = None,
         num_fail_sends: int = 0,
-        **common: Any,  # noqa: ANN401
+        **common: Any,
     ) -> None:
         super().__init__(**common)
         self.messages_to_fail = list(messages_to_fail)
@@ -115,16 +113,15 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """An agent whose channels do not always do what they are told."""
+    """An agent that does not always do what it is told."""
 
-    def _behavior(self, opts: TensorPipeRpcBackendOptions) -> Behavior:
+    def _take(self, worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
         assert isinstance(opts, FaultyTensorPipeRpcBackendOptions)
-        faults = FaultPlan(opts)
-        wrap = cast(Callable[[Channel], Channel], partial(FaultyChannel, faults=faults))
-        return replace(super()._behavior(opts), channel=wrap)
+        super()._take(worker, opts)
+        worker.agent.interceptor = FaultPlan(opts)
 
 
-def _options(rpc_timeout: float, init_method: str, **more: Any) -> object:  # noqa: ANN401
+def _options(rpc_timeout: float, init_method: str, **more: Any) -> object:
     return FaultyTensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout, init_method=init_method, **more
     )

@@ -17,13 +17,15 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import final
+from typing import cast, final
 
 from gradwire.agent.links.handshake_state import HEAD_BYTES, body_length
+from gradwire.current import current_worker
 from gradwire.errors import UsageError
+from gradwire.rpc.worker import Worker
 from gradwire.transport.address import Address, parse_address
 from gradwire.wire.message import PREFIX, Message, Prefix, kind_of
 
@@ -321,3 +323,30 @@ class _Pair:
         poll.poll()
         if self._is_over:
             raise _Ended
+
+
+# -- in the way of a worker
+
+
+def redirect(worker: str, address: str) -> str:
+    """From now on the worker whose code this is dials another there; where it did until now."""
+    here = cast(Worker, current_worker.find())
+    number = here.directory.number(worker)
+    before = here.directory.address(number)
+    with here.directory.lock:
+        here.directory._add(replace(here.directory._by_id[number], address=address))
+    here.agent.hang_up(number, f"{worker} is reached by another way now")
+    return before
+
+
+@contextmanager
+def proxied(worker: str, *, seed: int = 0) -> Iterator[FaultProxy]:
+    """A proxy between the worker whose code this is and another, which listens on tcp."""
+    here = cast(Worker, current_worker.find())
+    target = here.directory.address(here.directory.number(worker))
+    with FaultProxy(target, seed=seed) as proxy:
+        redirect(worker, proxy.address)
+        try:
+            yield proxy
+        finally:
+            redirect(worker, target)

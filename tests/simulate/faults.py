@@ -15,8 +15,8 @@ from typing import final
 
 from gradwire.autograd.messages import Release
 from gradwire.errors import GradwireError
-from gradwire.testing.simulate.links import Link
-from gradwire.testing.simulate.world import ANY, BACKWARD, World
+from tests.simulate.links import Link
+from tests.simulate.world import ANY, BACKWARD, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

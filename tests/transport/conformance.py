@@ -10,6 +10,7 @@ any particular transport, nor a test framework.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,9 @@ from msgspec.structs import replace
 
 from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost
 from gradwire.options import Limits
-from gradwire.testing.background import PATIENCE, Background, expect, raised
 from gradwire.transport.base import MAX_BUFFERED_BYTES, Channel
 from gradwire.wire.message import Buffer, Frame
+from tests.background import PATIENCE, Background, expect, raised
 
 MakePair: TypeAlias = Callable[[], tuple[Channel, Channel]]
 Check: TypeAlias = Callable[[MakePair], None]
@@ -43,7 +44,7 @@ def frames_keep_their_order(make_pair: MakePair) -> None:
         before = there.frames_received
         sender = Background(lambda: _send(here, *sent))
         for expected in sent:
-            _expect_same(there.recv(), expected)
+            _expect_same(recv(there), expected)
         sender.result()
         counted = there.frames_received - before
         expect(counted == len(sent), f"{counted} frames were counted")
@@ -57,7 +58,7 @@ def kind_flags_and_request_arrive(make_pair: MakePair) -> None:
             Frame(0, 0, 0, b"", []),
         ):
             _send(here, frame)
-            _expect_same(there.recv(), frame)
+            _expect_same(recv(there), frame)
 
 
 def nothing_but_a_prefix_is_a_frame(make_pair: MakePair) -> None:
@@ -66,7 +67,7 @@ def nothing_but_a_prefix_is_a_frame(make_pair: MakePair) -> None:
     with _connected(make_pair) as (here, there):
         for parts in payloads:
             _send(here, _frame(payload=parts))
-            expect(len(there.recv().payload) == 0, "an empty payload arrived as a buffer")
+            expect(len(recv(there).payload) == 0, "an empty payload arrived as a buffer")
 
 
 def a_payload_of_many_parts_arrives_as_one_block(make_pair: MakePair) -> None:
@@ -77,7 +78,7 @@ def a_payload_of_many_parts_arrives_as_one_block(make_pair: MakePair) -> None:
         parts += [part, bytearray(part), memoryview(part)]
     with _connected(make_pair) as (here, there):
         sender = Background(lambda: _send(here, _frame(payload=parts)))
-        received = there.recv()
+        received = recv(there)
         expect(len(received.payload) == 1, f"{len(received.payload)} blocks instead of one")
         _expect_same(received, _frame(payload=parts))
         sender.result()
@@ -87,7 +88,7 @@ def a_received_payload_is_writable_bytes(make_pair: MakePair) -> None:
     """It is one memoryview, and the receiver may write to it."""
     with _connected(make_pair) as (here, there):
         _send(here, _frame(payload=[b"abc"]))
-        (block,) = there.recv().payload
+        (block,) = recv(there).payload
         expect(isinstance(block, memoryview), f"the payload is a {type(block).__name__}")
         assert isinstance(block, memoryview)
         expect(block.format == "B" and not block.readonly, "the payload is not writable bytes")
@@ -107,7 +108,7 @@ def a_large_payload_arrives(make_pair: MakePair) -> None:
     with _connected(make_pair) as (here, there):
         sender = Background(lambda: _send(here, *frames))
         for frame in frames:
-            _expect_same(there.recv(), frame)
+            _expect_same(recv(there), frame)
         sender.result()
 
 
@@ -119,7 +120,7 @@ def a_frame_is_a_snapshot(make_pair: MakePair) -> None:
         _send(here, _frame(payload=parts))
         small[:], large[:] = b"after!", b"a" * 100_000
         parts.clear()
-        _expect_same(there.recv(), _frame(payload=[b"before", b"b" * 100_000]))
+        _expect_same(recv(there), _frame(payload=[b"before", b"b" * 100_000]))
 
 
 def a_block_is_not_used_again_while_it_is_held(make_pair: MakePair) -> None:
@@ -128,7 +129,7 @@ def a_block_is_not_used_again_while_it_is_held(make_pair: MakePair) -> None:
         kept = []
         for number in range(20):
             _send(here, _frame(payload=[bytes([number]) * 5000]))
-            kept.append(there.recv().payload[0])
+            kept.append(recv(there).payload[0])
         for number, block in enumerate(kept):
             expect(bytes(block) == bytes([number]) * 5000, f"payload {number} was overwritten")
 
@@ -144,7 +145,7 @@ def both_directions_flow_at_once(make_pair: MakePair) -> None:
     def receives(channel: Channel) -> None:
         seen = {1: 0, 2: 0}
         for _ in range(6):
-            frame = channel.recv()
+            frame = recv(channel)
             expect(frame.kind == seen[frame.request], f"sender {frame.request} was reordered")
             _expect_same(frame, Frame(frame.kind, 0, frame.request, b"", payload))
             seen[frame.request] += 1
@@ -159,7 +160,7 @@ def both_directions_flow_at_once(make_pair: MakePair) -> None:
 def close_wakes_recv(make_pair: MakePair) -> None:
     """A thread that waits for a frame learns that we closed, and why."""
     with _connected(make_pair) as (here, _):
-        reader = Background(here.recv)
+        reader = Background(partial(recv, here))
         expect(reader.is_blocked(), "recv returned, though nothing was sent")
         here.close("enough")
         _expect_says(reader.error(PeerLost), "closed here: enough")
@@ -191,9 +192,9 @@ def frames_sent_before_close_arrive(make_pair: MakePair) -> None:
             _send(here, _frame(number, payload=[_pattern(20_000)]))
         here.close()
         for number in range(3):
-            _expect_same(there.recv(), _frame(number, payload=[_pattern(20_000)]))
+            _expect_same(recv(there), _frame(number, payload=[_pattern(20_000)]))
         for _ in range(2):
-            _expect_says(raised(PeerLost, there.recv), "connection closed by peer")
+            _expect_says(raised(PeerLost, partial(recv, there)), "connection closed by peer")
 
 
 def a_peer_that_left_can_still_be_heard_by_one_who_sends(make_pair: MakePair) -> None:
@@ -202,8 +203,8 @@ def a_peer_that_left_can_still_be_heard_by_one_who_sends(make_pair: MakePair) ->
         _send(there, _frame(7))
         there.close()
         raised(PeerLost, lambda: _send(here, _CLOG, _CLOG))
-        _expect_same(here.recv(), _frame(7))
-        _expect_says(raised(PeerLost, here.recv), "by peer")
+        _expect_same(recv(here), _frame(7))
+        _expect_says(raised(PeerLost, partial(recv, here)), "by peer")
 
 
 def a_closed_channel_stays_closed(make_pair: MakePair) -> None:
@@ -213,7 +214,7 @@ def a_closed_channel_stays_closed(make_pair: MakePair) -> None:
         here.close("first")
         here.close("second")
         _expect_says(raised(PeerLost, lambda: _send(here, _frame())), "closed here: first")
-        _expect_says(raised(PeerLost, here.recv), "closed here: first")
+        _expect_says(raised(PeerLost, partial(recv, here)), "closed here: first")
 
 
 def a_frame_over_the_limits_is_refused(make_pair: MakePair) -> None:
@@ -228,9 +229,9 @@ def a_frame_over_the_limits_is_refused(make_pair: MakePair) -> None:
         with _connected(make_pair) as (here, there):
             there.limits = limits
             _send(here, frame)
-            _expect_says(raised(BadMessage, there.recv), text)
-            _expect_says(raised(PeerLost, there.recv), f"closed here: {text}")
-            _expect_says(raised(PeerLost, here.recv), "by peer")
+            _expect_says(raised(BadMessage, partial(recv, there)), text)
+            _expect_says(raised(PeerLost, partial(recv, there)), f"closed here: {text}")
+            _expect_says(raised(PeerLost, partial(recv, here)), "by peer")
 
 
 def limits_can_be_widened_later(make_pair: MakePair) -> None:
@@ -238,10 +239,10 @@ def limits_can_be_widened_later(make_pair: MakePair) -> None:
     with _connected(make_pair) as (here, there):
         there.limits = Limits(head=4, payload=1)
         _send(here, _frame(head=b"1234"))
-        there.recv()
+        recv(there)
         there.limits = Limits()
         _send(here, _frame(head=b"12345", payload=[b"12"]))
-        _expect_same(there.recv(), _frame(head=b"12345", payload=[b"12"]))
+        _expect_same(recv(there), _frame(head=b"12345", payload=[b"12"]))
 
 
 def a_deadline_holds_on_a_full_pipe(make_pair: MakePair) -> None:
@@ -257,13 +258,13 @@ def a_deadline_holds_on_a_full_pipe(make_pair: MakePair) -> None:
 
         late = raised(DeadlinePassed, send_small_ones)
         _expect_says(late, f"{here.remote} did not accept a message before its deadline")
-        received = [there.recv() for _ in sent]
+        received = [recv(there) for _ in sent]
         sender.result()
         large = [frame for frame in received if frame.payload]
         expect(len(large) == 1, "the frame that filled the pipe did not arrive once")
         _expect_same(large[0], _CLOG)
         _send(here, _frame(2))
-        _expect_same(there.recv(), _frame(2))
+        _expect_same(recv(there), _frame(2))
 
 
 def words_go_before_frames(make_pair: MakePair) -> None:
@@ -275,7 +276,7 @@ def words_go_before_frames(make_pair: MakePair) -> None:
         for expected in (b"on", b"etwo", b" three"):
             heard = there.recv_raw(len(expected), _soon())
             expect(heard == expected, f"{heard!r} was heard, not {expected!r}")
-        _expect_same(there.recv(), _frame(7, payload=[b"a payload"]))
+        _expect_same(recv(there), _frame(7, payload=[b"a payload"]))
 
 
 def hear_gives_up_at_its_deadline(make_pair: MakePair) -> None:
@@ -326,6 +327,13 @@ CHANNEL_CHECKS: tuple[Check, ...] = (
     hear_gives_up_at_its_deadline,
     the_remote_end_has_an_address,
 )
+
+
+def recv(channel: Channel) -> Frame:
+    """The next frame, however long it takes."""
+    frame = channel.maybe_recv(math.inf)
+    assert frame is not None, "without a deadline, it waits for a frame"
+    return frame
 
 
 def check_channel(make_pair: MakePair) -> None:

@@ -17,12 +17,12 @@ from typing import Any, Generic, TypeVar
 from gradwire.errors import DeadlinePassed
 from gradwire.options import Options, Timeouts
 from gradwire.rpc.worker import Exposed, Worker
-from gradwire.testing.simulate import programs
-from gradwire.testing.simulate.faults import Faults, Nemesis
-from gradwire.testing.simulate.programs import Script, random_script
-from gradwire.testing.simulate.scheduler import Runaway, Stuck, Task
-from gradwire.testing.simulate.stage import StepRun
-from gradwire.testing.simulate.world import World
+from tests.simulate import programs
+from tests.simulate.faults import Faults, Nemesis
+from tests.simulate.programs import Script, random_script
+from tests.simulate.scheduler import Runaway, Stuck, Task
+from tests.simulate.stage import StepRun
+from tests.simulate.world import World
 
 TIMEOUTS = Timeouts(
     call=5, backward=8, connect=2, handshake=2, join=20, shutdown=10, suspect=2, dead=6

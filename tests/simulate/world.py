@@ -26,11 +26,11 @@ from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.testing.failpoints import kind_names
-from gradwire.testing.simulate.links import SimulatedNetwork
-from gradwire.testing.simulate.primitives import simulated
-from gradwire.testing.simulate.scheduler import Process, Scheduler, Task
 from gradwire.transport.address import Transports
 from gradwire.wire.message import IS_ANSWER, Frame
+from tests.simulate.links import SimulatedNetwork
+from tests.simulate.primitives import simulated
+from tests.simulate.scheduler import Process, Scheduler, Task
 
 ANY, BACKWARD = "any", "backward"  # steps of all frames, or of those of the autograd layer
 

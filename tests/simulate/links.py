@@ -27,14 +27,14 @@ from msgspec.structs import replace
 
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.options import Limits
-from gradwire.testing.simulate.scheduler import Process, Scheduler, Wait
 from gradwire.transport.base import never
 from gradwire.transport.buffer_pool import BlockPool
 from gradwire.transport.memory import MemoryChannel, MemoryListener, _Item
 from gradwire.wire.message import Frame
+from tests.simulate.scheduler import Process, Scheduler, Wait
 
 if TYPE_CHECKING:
-    from gradwire.testing.simulate.world import World
+    from tests.simulate.world import World
 
 _PROOF = "proof"  # what bytes of a handshake are called in traces
 _GLANCE_SECONDS = 0.005

@@ -8,15 +8,12 @@ has taken from `queue`, is replaced: no module need know of it, and a new one is
 being told. Threads that are not simulated get the real thing all the while.
 """
 
-# ruff: noqa: D102 (methods are those of the standard library's classes)
-
 from __future__ import annotations
 
 import gc
 import logging
 import os
 import queue
-import re
 import sys
 import threading
 import time
@@ -32,7 +29,7 @@ from typing import Any, final
 from gradwire import threads
 from gradwire.autograd import scope
 from gradwire.autograd.graph import edges, walk
-from gradwire.testing.simulate.scheduler import Scheduler, Task, Unwound, Wait, here
+from tests.simulate.scheduler import Scheduler, Task, Unwound, Wait, here
 
 
 def sleep(scheduler: Scheduler, seconds: float) -> None:
@@ -152,7 +149,7 @@ class Condition:
         finally:
             self._lock.take_back(depth)
 
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:  # noqa: ANN401
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         until = self._scheduler.deadline(timeout)
         while not (result := predicate()):
             if self._scheduler.now >= until:
@@ -208,14 +205,14 @@ class SimpleQueue:
 
     put_nowait = put
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ANN401
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
         until = self._scheduler.deadline(timeout)
         while not self._items:
             if not block or not self._scheduler.block(self._waits, until):
                 raise queue.Empty
         return self._items.popleft()
 
-    def get_nowait(self) -> Any:  # noqa: ANN401
+    def get_nowait(self) -> Any:
         return self.get(block=False)
 
     def empty(self) -> bool:
@@ -286,7 +283,7 @@ class Timer(Thread):
 def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
     """The simulated one for simulated threads, the real one for others."""
 
-    def made(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def made(*args: Any, **kwargs: Any) -> Any:
         scheduler = here()
         return real(*args, **kwargs) if scheduler is None else simulated(scheduler, *args, **kwargs)
 
@@ -294,7 +291,7 @@ def _either(real: Callable[..., Any], simulated: Callable[..., Any]) -> Callable
     return made
 
 
-def _copy(module: ModuleType, *things: Any, **named: Callable[..., Any]) -> ModuleType:  # noqa: ANN401
+def _copy(module: ModuleType, *things: Any, **named: Callable[..., Any]) -> ModuleType:
     """The module, with these in the place of what it has under their names."""
     copied = ModuleType(module.__name__)
     vars(copied).update(vars(module))
@@ -303,7 +300,6 @@ def _copy(module: ModuleType, *things: Any, **named: Callable[..., Any]) -> Modu
     return copied
 
 
-_OURS = re.compile(r"gradwire\.(?!testing\.simulate)")
 _ROOM = 20
 """Threads are short-lived here, and programs not deep: room for more is most of a thread's work."""
 
@@ -322,7 +318,9 @@ _instead: dict[int, object] = {
 @lru_cache(1)
 def _places_of_ours(modules: int) -> list[tuple[ModuleType, str, object]]:
     """Looked for again when there are more modules than last time."""
-    return _places([module for name, module in list(sys.modules.items()) if _OURS.match(name)])
+    return _places(
+        [module for name, module in list(sys.modules.items()) if name.startswith("gradwire.")]
+    )
 
 
 def _places(modules: list[ModuleType]) -> list[tuple[ModuleType, str, object]]:
@@ -346,7 +344,7 @@ def simulated(
     """
     log, hook = logging.getLogger("gradwire"), sys.unraisablehook
 
-    def unraisable(what: Any) -> None:  # noqa: ANN401
+    def unraisable(what: Any) -> None:
         if not issubclass(what.exc_type, Unwound):
             hook(what)
 

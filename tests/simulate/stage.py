@@ -14,10 +14,10 @@ import torch
 import gradwire
 from gradwire.autograd.graph.context import Context
 from gradwire.errors import GradwireError
-from gradwire.testing.simulate import programs
-from gradwire.testing.simulate.faults import Nemesis
-from gradwire.testing.simulate.programs import TO_GRAD, TO_MAP, Script, Step
-from gradwire.testing.simulate.world import Incarnation, World
+from tests.simulate import programs
+from tests.simulate.faults import Nemesis
+from tests.simulate.programs import TO_GRAD, TO_MAP, Script, Step
+from tests.simulate.world import Incarnation, World
 
 Outs = list[torch.Tensor]  # what the calls of a step gave
 Gradient = torch.Tensor | None

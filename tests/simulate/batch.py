@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from gradwire.testing.simulate.history import History, play, setting_of
+from tests.simulate.history import History, play, setting_of
 
 _FAULTS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "heal", "repeat", "lie")
 _EFFECTS = ("lost frames", "late frames", "failed steps", "good steps")
@@ -113,7 +113,7 @@ def run_on_cores(
 
 def main() -> int:
     """0 if nothing was violated."""
-    parser = argparse.ArgumentParser("python -m gradwire.testing.simulate", description=__doc__)
+    parser = argparse.ArgumentParser("python -m tests.simulate", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--jobs", type=int, default=1, help="in so many processes")
@@ -149,7 +149,7 @@ def main() -> int:
     again = " --liveness" if options.liveness else ""
     for told in summary.failed:
         seed = told.setting.seed
-        print(f"again: python -m gradwire.testing.simulate --seed {seed}{again}")
+        print(f"again: python -m tests.simulate --seed {seed}{again}")
     return 1 if summary.failed else 0
 
 
