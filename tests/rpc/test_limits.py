@@ -198,21 +198,21 @@ def crossing_there_and_back(times: int):
 
 def test_live_edges_of_one_peer_are_limited_and_counted_down_when_they_are_released():
     with limited(edges=5) as workers:
-        quota = workers[1].worker.engine.edges._quota
+        alive = workers[1].worker.engine.edges.came_from(0).alive
         for _ in range(3):
             kept = workers[0].run(crossing_there_and_back, 5)
-            assert quota.taken(0) == 5
+            assert len(alive) == 5
             del kept
-            assert eventually(lambda: quota.taken(0) == 0)
+            assert eventually(lambda: not alive)
         for _ in range(20):  # more than the limit, but few at once
             workers[0].run(crossing_there_and_back, 1)
-            assert eventually(lambda: quota.taken(0) == 0)
+            assert eventually(lambda: not alive)
         with pytest.raises(BadMessage, match="5 edges open here already") as refused:
             workers[0].run(crossing_there_and_back, 6)
         assert "Limits(edges=…)" in str(refused.value)
         del refused
         assert_nothing_left(workers)
-        assert quota.taken(0) == 0
+        assert not alive
 
 
 def passes_one_after_the_other(times: int):

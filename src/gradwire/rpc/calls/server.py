@@ -37,6 +37,7 @@ from gradwire.rpc.recompute.checkpoint_run import CalleeRun
 from gradwire.rpc.refs.exchange import check_kept
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Content, Raised, Value
+from gradwire.threads import leave_fork
 from gradwire.torch_private import NOTHING, is_profiled
 
 if TYPE_CHECKING:
@@ -260,6 +261,8 @@ class CallServer:
             with function_span(name):
                 return result_of(function, *args, **kwargs)
         value = function(*args, **kwargs)
+        if self._agent.dispatch.is_forked:  # before anything is answered: locks may be held
+            leave_fork(None)
         return later_of(function, value) if hasattr(function, LATER) else value
 
     def _when_done(self, later: Later, source: Source, use: Use) -> None:
