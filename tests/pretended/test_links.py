@@ -172,13 +172,13 @@ def test_a_device_that_the_receiver_lacks_is_an_error_that_names_it(workers, nam
     with pytest.raises(BadMessage, match=r"does not see that device\nhint: say by Options\(device"):
         workers[0].run(
             gw.rpc_sync, "w1", same, args=(put(torch.ones(2), HERE),), device_map={HERE: name}
-        ) if "/" not in name else workers[0].worker.devices._drivers and _resolve(workers, name)
+        ) if "/" not in name else _resolve(name)
 
 
-def _resolve(workers, name):
-    from gradwire.agent.devices.links import _Arriving
+def _resolve(name):
+    from gradwire.agent.devices.arrivals import Arrivals
 
-    _Arriving(None, workers[0].worker.devices._drivers, {})._device(name)
+    Arrivals(None, lambda _: DRIVER, {})._device(name)
 
 
 def test_blocks_of_a_call_that_did_not_leave_are_used_again(workers):

@@ -35,10 +35,10 @@ from gradwire.transport.devices.contract import (
     DeviceBlock,
     DeviceDriver,
     DeviceError,
-    Layout,
 )
 from gradwire.transport.devices.pool_state import DevicePool, room_for
 from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD, Words
+from gradwire.wire.tensor import Layout
 
 _log = logging.getLogger("gradwire")
 _PROOF_BYTES = 64
@@ -60,6 +60,8 @@ class Shared(NamedTuple):
 class Lease:
     """A block while one message is encoded into it."""
 
+    __slots__ = ("_block", "_end", "_stream", "number")
+
     def __init__(self, number: int, block: DeviceBlock, stream: object, was_taken: bool) -> None:
         self.number, self._block, self._stream, self._end = number, block, stream, 0
         block.begin(stream, was_taken=was_taken)
@@ -79,6 +81,11 @@ class Lease:
 def aligned(nbytes: int) -> int:
     """The bytes that a tensor of this size takes in a block."""
     return -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def is_inside(block: DeviceBlock, offset: int, nbytes: int) -> bool:
+    """Whether a tensor can be at this place, which a peer has named."""
+    return not offset % BLOCK_ALIGNMENT and 0 <= offset <= block.room - nbytes
 
 
 _lanes: WeakValueDictionary[bytes, OutgoingLane] = WeakValueDictionary()
@@ -253,7 +260,7 @@ class IncomingLane:
 
     def __init__(self, lock: RLock) -> None:
         self._lock = lock
-        self._blocks: dict[int, Shared] = {}
+        self.blocks: dict[int, Shared] = {}
         self._words: Words | None = None
         self._is_here = False
         """whether the peer is a worker of this process: then nothing is mapped twice"""
@@ -261,8 +268,8 @@ class IncomingLane:
 
     def open(self, message: OpenBlock, driver: DeviceDriver) -> BlockOpened:
         """Map a block; every field of the message comes from the peer."""
-        words = {shared.word for shared in self._blocks.values()}
-        is_known = message.number in self._blocks or message.index in words
+        words = {shared.word for shared in self.blocks.values()}
+        is_known = message.number in self.blocks or message.index in words
         if is_known or not 0 <= message.index < MOST_BLOCKS:
             raise BadMessage(f"block {message.number} is known already, or one too many")
         device = driver.device_with(message.uuid)
@@ -279,7 +286,7 @@ class IncomingLane:
         opened = BlockOpened(block.read(_PROOF_BYTES), os.getpid())
         with self._lock:
             if not self._is_closed:
-                self._blocks[message.number] = Shared(block, message.index)
+                self.blocks[message.number] = Shared(block, message.index)
                 return opened
         if not self._is_here:
             _release(block)
@@ -287,15 +294,32 @@ class IncomingLane:
 
     def find(self, number: int) -> Shared:
         """A block of the peer; BadMessage if it is not mapped."""
-        shared = self._blocks.get(number)
+        shared = self.blocks.get(number)
         if shared is None:
             raise BadMessage(f"a tensor lies in device block {number}, which is not mapped here")
         return shared
 
+    def take(
+        self,
+        number: int,
+        places: Iterable[tuple[int, Layout]],
+        to: torch.device,
+        stream: object,
+    ) -> list[Tensor]:
+        """The tensors at these offsets of a block, and give it back. hot: see links.py"""
+        block, word = self.find(number)
+        block.begin_taking(stream)
+        try:
+            return [block.take(offset, layout, to, stream) for offset, layout in places]
+        finally:
+            block.taken(stream)
+            assert self._words is not None, "it came with the block"
+            self._words[word] = TAKEN
+
     def give_back(self, numbers: Iterable[int], word: int) -> None:
         """The owner may fill these blocks again: they are TAKEN, or UNREAD."""
         for number in numbers:
-            shared = self._blocks.get(number)
+            shared = self.blocks.get(number)
             if shared is not None and self._words is not None:
                 self._words[shared.word] = word
 
@@ -303,7 +327,7 @@ class IncomingLane:
         """Unmap all blocks. This waits for copies out of them that the device has not made yet."""
         with self._lock:
             self._is_closed = True
-            blocks, self._blocks = self._blocks, {}
+            blocks, self.blocks = self.blocks, {}
         for shared in () if self._is_here else blocks.values():
             _release(shared.block)
 
@@ -321,7 +345,7 @@ class Taking:
         """A new tensor on that device, with what lies at this place."""
         number, offset = place
         block = self._lane.find(number).block
-        if offset % BLOCK_ALIGNMENT or not 0 <= offset <= block.room - layout.nbytes:
+        if not is_inside(block, offset, layout.nbytes):
             raise BadMessage(f"bytes at {offset} are outside of device block {number}")
         if number not in self._begun:
             stream = self._stream_of(block.device)

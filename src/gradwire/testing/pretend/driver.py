@@ -18,7 +18,8 @@ from gradwire.testing.pretend.streams import (
     use_stream,
 )
 from gradwire.testing.pretend.tensors import DEVICES, GARBAGE, PretendTensor, allocated
-from gradwire.transport.devices.contract import BlockHandles, Layout
+from gradwire.transport.devices.contract import BlockHandles
+from gradwire.wire.tensor import Layout
 
 _HANDLES = BlockHandles(b"", b"", b"")
 

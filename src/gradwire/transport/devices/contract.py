@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
+
+from gradwire.wire.tensor import Layout
 
 MOST_BLOCKS = 128
 """blocks that one worker makes for one peer"""
@@ -44,15 +46,6 @@ class BlockHandles(msgspec.Struct, frozen=True, array_like=True):
     memory: bytes
     ready: bytes
     free: bytes
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory, which it fills."""
-
-    shape: tuple[int, ...]
-    strides: list[int]
-    dtype: torch.dtype
-    nbytes: int
 
 
 class DeviceBlock(Protocol):

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, UsageError
-from gradwire.torch_private import raw_stream
-from gradwire.transport.devices.contract import BlockHandles, DeviceError, Layout
+from gradwire.torch_private import NOTHING, raw_stream
+from gradwire.transport.devices.contract import BlockHandles, DeviceError
+from gradwire.wire.tensor import Layout
 
 _HANDLE_BYTES = 64
 _SHARE_OF_MEMORY = 16
@@ -155,16 +156,18 @@ class CudaDriver:
         """Make a stream current for its device."""
         return torch.cuda.stream(stream)
 
-    @contextmanager
-    def on_default_streams(self) -> Iterator[None]:
+    def on_default_streams(self) -> AbstractContextManager[object]:
         """Make the default stream of each device current, for the calling thread."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            yield
-            return
+            return NOTHING
+        others = [device for device in _by_uuid().values() if raw_stream(device.index)]
+        return self._on_default_streams(others) if others else NOTHING
+
+    @contextmanager
+    def _on_default_streams(self, devices: list[torch.device]) -> Iterator[None]:
         with ExitStack() as stack:
-            for device in _by_uuid().values():
-                if raw_stream(device.index):
-                    stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
+            for device in devices:
+                stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
             yield
 
     def handoff(self, tensor: Tensor) -> Callable[[], None]:
