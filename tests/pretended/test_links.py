@@ -299,7 +299,7 @@ def test_a_peer_may_not_use_one_word_for_two_blocks(workers):
     workers[0].run(gw.rpc_sync, "w1", same, args=(put(torch.ones(3), HERE),))
     lane = lanes(workers[0])[1]
     (block, word), page = next(iter(lane.blocks.values())), lane.words.address
-    message = OpenBlock(10**6, word, "pretend", "pretended-0", block.room, block.handles, page)
+    message = OpenBlock(10**6, word, "pretend", "pretended-0", block.room, block.handle, page)
 
     with pytest.raises(BadMessage, match="is known already, or one too many"):
         workers[1].worker.devices._incoming[0].open(message, DRIVER)

@@ -7,6 +7,10 @@ The peer maps each new block by a request of its own. This is also the probe: th
 random bytes into the block, and the peer answers with what it reads there. If that fails (another
 machine or container, a device that the peer does not see), tensors go through host memory.
 
+Note [A peer that died]: if a process is killed before its device has filled or read a block,
+streams here wait for it. They are let go when it has ended. What is computed here from a block that
+was not filled is wrong then, NaN for most dtypes, and the log says so.
+
 Note [Who frees a block]: memory must not be freed while another process maps it; CUDA leaves open
 what happens then. So the owner frees a block when the peer has unmapped it, or its process has
 ended. If the connection is lost and the process lives, the block is kept until that process ends.
@@ -17,7 +21,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from threading import RLock
@@ -31,17 +36,19 @@ from gradwire.agent.messages import BlockOpened, OpenBlock
 from gradwire.errors import BadMessage, UsageError
 from gradwire.transport.devices.contract import (
     BLOCK_ALIGNMENT,
-    MOST_BLOCKS,
     DeviceBlock,
     DeviceDriver,
     DeviceError,
 )
 from gradwire.transport.devices.pool_state import DevicePool, room_for
-from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD, Words
+from gradwire.transport.devices.words import IN_USE, MOST_BLOCKS, TAKEN, UNREAD, Words
 from gradwire.wire.tensor import Layout
 
 _log = logging.getLogger("gradwire")
 _PROOF_BYTES = 64
+_PAUSE = 0.01
+_THREADS = 16
+"""the number of a process's threads in its /proc/…/stat, counted from after the state"""
 _numbers = count(secrets.randbits(48))
 """Not from 1: what a lost worker named is then unknown in the process that takes its place."""
 
@@ -147,8 +154,8 @@ class OutgoingLane:
         with self._lock:
             self._is_closed = True
             blocks, self.blocks = [shared.block for shared in self.blocks.values()], {}
-        self.words.close()
-        _kept.append(KeptBlocks(self._process, blocks))
+        _let_go(blocks, self._process, self._about)
+        _kept.append(KeptBlocks(self._process, blocks, self.words))
         free_kept_blocks()
 
     def _is_free(self, number: int) -> bool:
@@ -173,7 +180,7 @@ class OutgoingLane:
         free_kept_blocks()
         is_open = False
         try:
-            block = driver.make(device, room)
+            block = driver.make(device, room, self.words.marks(index))
             self.blocks[number] = Shared(block, index)  # a worker of this process finds it here
             self._open(driver, number, deadline)
             is_open = True
@@ -200,7 +207,7 @@ class OutgoingLane:
         proof = secrets.token_bytes(_PROOF_BYTES)
         block.write(proof)
         uuid, page = driver.uuid_of(block.device), self.words.address
-        about = (number, index, driver.kind, uuid, block.room, block.handles, page)
+        about = (number, index, driver.kind, uuid, block.room, block.handle, page)
         opened = self._ask(OpenBlock(*about), deadline)
         if opened.proof != proof:
             raise DeviceError(opened.refusal or "the peer has mapped other memory")
@@ -213,7 +220,7 @@ class OutgoingLane:
             self._indices.add(index)
         if shared is not None:
             # The peer may have mapped it, if only its answer was lost.
-            _kept.append(KeptBlocks(self._process, [shared.block]))
+            _kept.append(KeptBlocks(self._process, [shared.block], None))
 
 
 class KeptBlocks(NamedTuple):
@@ -221,6 +228,8 @@ class KeptBlocks(NamedTuple):
 
     process: int
     blocks: list[DeviceBlock]
+    words: Words | None
+    """to be closed after them"""
 
 
 _kept: list[KeptBlocks] = []
@@ -236,15 +245,32 @@ def free_kept_blocks() -> None:
             _kept.remove(kept)
             for block in kept.blocks:
                 _release(block)
+            if kept.words is not None:
+                kept.words.close()
 
 
 def _is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended and was not waited for yet does not."""
+    """Whether a thread of it runs; one that has ended and was not waited for yet does not."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+            state, *numbers = file.read().rpartition(b")")[2].split()
     except OSError:
         return False
+    return state not in (b"Z", b"X") or int(numbers[_THREADS]) > 1
+
+
+def _let_go(blocks: Sequence[DeviceBlock], process: int, about: str) -> None:
+    """See Note [A peer that died]. As long as the peer's process lives, so does its device work."""
+    while any(block.is_behind() for block in blocks):
+        if not _is_alive(process):
+            _log.error(
+                "%s: the peer died before its device was done; tensors of it are lost", about
+            )
+            for block in blocks:
+                if block.is_behind():
+                    block.abandon()
+            return
+        time.sleep(_PAUSE)
 
 
 def _release(block: DeviceBlock) -> None:
@@ -258,8 +284,10 @@ def _release(block: DeviceBlock) -> None:
 class IncomingLane:
     """The peer's blocks that this worker has mapped."""
 
-    def __init__(self, lock: RLock) -> None:
-        self._lock = lock
+    def __init__(self, lock: RLock, about: str) -> None:
+        self._lock, self._about = lock, about
+        self._process = os.getpid()
+        """of the peer, once it has shared a block"""
         self.blocks: dict[int, Shared] = {}
         self._words: Words | None = None
         self._is_here = False
@@ -281,8 +309,9 @@ class IncomingLane:
             block = owner.blocks[message.number].block
         else:
             if self._words is None:
-                self._words = Words.open(message.page)
-            block = driver.open(device, message.room, message.handles)
+                self._words, self._process = Words.open(message.page), message.page.process
+            marks = self._words.marks(message.index)
+            block = driver.open(device, message.room, message.handle, marks)
         opened = BlockOpened(block.read(_PROOF_BYTES), os.getpid())
         with self._lock:
             if not self._is_closed:
@@ -327,9 +356,14 @@ class IncomingLane:
         """Unmap all blocks. This waits for copies out of them that the device has not made yet."""
         with self._lock:
             self._is_closed = True
-            blocks, self.blocks = self.blocks, {}
-        for shared in () if self._is_here else blocks.values():
-            _release(shared.block)
+            shared, self.blocks = self.blocks, {}
+        if self._is_here or self._words is None:
+            return
+        blocks = [each.block for each in shared.values()]
+        _let_go(blocks, self._process, self._about)
+        for block in blocks:
+            _release(block)
+        self._words.close()
 
 
 @final

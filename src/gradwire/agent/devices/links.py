@@ -187,8 +187,7 @@ class DeviceLinks:
         driver.check_not_capturing()
         lane = self._outgoing.get(to)
         if lane is None:
-            name = self._agent.directory.name
-            about = f"{self._agent.directory.me.name} to {name(to)}"
+            about = f"{self._agent.directory.me.name} to {self._agent.directory.name(to)}"
             with self._lock:
                 lane = self._outgoing.get(to)
                 if lane is None:
@@ -300,8 +299,9 @@ class DeviceLinks:
     def _incoming_of(self, source: WorkerId) -> IncomingLane:
         lane = self._incoming.get(source)
         if lane is None:
+            about = f"{self._agent.directory.me.name} from {self._agent.directory.name(source)}"
             with self._lock:
-                lane = self._incoming.setdefault(source, IncomingLane(self._lock))
+                lane = self._incoming.setdefault(source, IncomingLane(self._lock, about))
         return lane
 
     def drop(self, headers: Sequence[TensorHeader], source: WorkerId) -> None:

@@ -35,7 +35,7 @@ from gradwire.errors import NotTrusted
 
 T = TypeVar("T")
 
-VERSION: Final = 3
+VERSION: Final = 4
 NONCE_BYTES: Final = 32
 MOST_BYTES: Final = 512  # of any message here
 _HEAD: Final = struct.Struct(">8sHBH")
