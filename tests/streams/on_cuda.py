@@ -10,8 +10,6 @@ import torch
 from tests.streams import program
 
 DEVICE = "cuda:0"
-_LONGEST_CYCLES = 4_000_000
-"""of the GPU: some milliseconds"""
 
 
 class Cuda:
@@ -36,7 +34,7 @@ class Cuda:
     def delay(self, dice: random.Random) -> None:
         """Let the current stream be late, sometimes."""
         if dice.random() < 0.5:
-            torch.cuda._sleep(dice.randrange(_LONGEST_CYCLES))
+            torch.cuda._sleep(dice.randrange(program.LONGEST_CYCLES))
 
 
 def play(first: int, programs: int, workers: int) -> list[str]:

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from gradwire.agent.devices.lanes import _is_alive, _let_go
+from gradwire.agent.devices.lanes import IncomingLane, _is_alive, _let_go
+from gradwire.agent.messages import OpenBlock
+from gradwire.transport.devices.words import PageAddress, Words
 
 
 class Block:
@@ -22,6 +25,12 @@ class Block:
     def abandon(self):
         self.abandoned, self.behind = True, False
 
+    def read(self, nbytes):
+        return bytes(nbytes)
+
+    def release(self):
+        assert not self.behind
+
 
 @pytest.fixture
 def process():
@@ -30,27 +39,42 @@ def process():
         made.kill()
 
 
-def test_streams_that_wait_for_a_dead_process_are_let_go(process, caplog):
+def test_streams_that_wait_for_a_dead_process_are_let_go(process):
     process.kill()
     waiting, other = Block(), Block(is_behind=False)
 
-    _let_go([waiting, other], process.pid, "w0 from w1")
-
+    assert _let_go([waiting, other], process.pid)
     assert waiting.abandoned
     assert not other.abandoned
-    assert "w0 from w1: the peer died before its device was done" in caplog.text
 
 
-def test_the_device_work_of_a_process_that_lives_is_waited_for(process, caplog):
+def test_the_device_work_of_a_process_that_lives_is_waited_for(process):
     block = Block()
     timer = threading.Timer(0.05, setattr, (block, "behind", False))
     timer.start()
 
-    _let_go([block], process.pid, "w0 from w1")
+    assert not _let_go([block], process.pid)
     timer.join()
-
     assert not block.abandoned
-    assert not caplog.text
+
+
+def test_the_log_names_the_peer_whose_tensors_never_came(process, caplog):
+    page = Words.make()
+    driver = SimpleNamespace(
+        device_with=lambda _: "a device",
+        open=lambda *_: Block(),
+    )
+    lane = IncomingLane(threading.RLock(), "w0 from w1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Words, "open", lambda _: page)
+        address = PageAddress(process.pid, 3, bytes(32))
+        lane.open(OpenBlock(7, 5, "cuda", "uuid", 8, b"", address), driver)
+    process.kill()
+
+    lane.close()
+
+    assert lane.blocks == {}
+    assert "w0 from w1: the peer died before its device was done" in caplog.text
 
 
 def test_a_process_that_was_not_waited_for_has_ended(process):

@@ -154,7 +154,7 @@ class OutgoingLane:
         with self._lock:
             self._is_closed = True
             blocks, self.blocks = [shared.block for shared in self.blocks.values()], {}
-        _let_go(blocks, self._process, self._about)
+        _let_go(blocks, self._process)
         _kept.append(KeptBlocks(self._process, blocks, self.words))
         free_kept_blocks()
 
@@ -259,18 +259,18 @@ def _is_alive(process: int) -> bool:
     return state not in (b"Z", b"X") or int(numbers[_THREADS]) > 1
 
 
-def _let_go(blocks: Sequence[DeviceBlock], process: int, about: str) -> None:
-    """See Note [A peer that died]. As long as the peer's process lives, so does its device work."""
-    while any(block.is_behind() for block in blocks):
+def _let_go(blocks: Sequence[DeviceBlock], process: int) -> bool:
+    """Whether streams that wait for an ended peer were let go. See Note [A peer that died].
+
+    As long as the peer's process lives, so does its device work.
+    """
+    while behind := [block for block in blocks if block.is_behind()]:
         if not _is_alive(process):
-            _log.error(
-                "%s: the peer died before its device was done; tensors of it are lost", about
-            )
-            for block in blocks:
-                if block.is_behind():
-                    block.abandon()
-            return
+            for block in behind:
+                block.abandon()
+            return True
         time.sleep(_PAUSE)
+    return False
 
 
 def _release(block: DeviceBlock) -> None:
@@ -360,7 +360,9 @@ class IncomingLane:
         if self._is_here or self._words is None:
             return
         blocks = [each.block for each in shared.values()]
-        _let_go(blocks, self._process, self._about)
+        if _let_go(blocks, self._process):
+            text = "%s: the peer died before its device was done; tensors of it are lost"
+            _log.error(text, self._about)
         for block in blocks:
             _release(block)
         self._words.close()

@@ -186,7 +186,8 @@ class CudaBlock:
     def _wait(self, which: int, number: int, stream: torch.cuda.Stream) -> None:
         """Let a stream wait until a mark has come so far. hot: every block"""
         if not self._marks.has_come(which, number):
-            wait = self._cuda.driver.cuStreamWaitValue32
+            wait, index = self._cuda.driver.cuStreamWaitValue32, self.device.index
+            self._queue(self._cuda.runtime.cudaSetDevice, index)  # this thread may be a new one
             self._queue(wait, stream.cuda_stream, self._places[which], number, _AT_LEAST)
 
     def _queue(self, call: Callable[..., Any], *args: Any) -> None:  # noqa: ANN401
@@ -196,7 +197,7 @@ class CudaBlock:
         else:
             with torch.cuda.device(self.device):
                 (error,) = call(*args)
-        if int(error) == _NO_CONTEXT:  # this thread has not used the device yet
+        if int(error) == _NO_CONTEXT:  # a copy has failed before, and this thread is new
             with torch.cuda.device(self.device):
                 _checked(self._cuda.runtime.cudaSetDevice(self.device.index))
                 (error,) = call(*args)
