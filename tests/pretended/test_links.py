@@ -10,11 +10,12 @@ import torch
 import gradwire as gw
 from gradwire import Options
 from gradwire.agent.messages import OpenBlock
-from gradwire.errors import BadMessage, UsageError
+from gradwire.errors import BadMessage, GradwireError, UsageError
 from gradwire.testing.cluster import cluster
 from gradwire.testing.pretend import streams
-from gradwire.testing.pretend.driver import PretendDriver
+from gradwire.testing.pretend.driver import PretendBlock, PretendDriver
 from gradwire.testing.pretend.tensors import PretendTensor, install, put
+from gradwire.transport.devices.contract import DeviceError
 from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD
 
 install()
@@ -68,6 +69,10 @@ def workers(request):
     exposed = [same, where, moved, fails, doubled_elsewhere]
     with cluster(2, expose=exposed, options=options, drivers=lambda _: DRIVER) as made:
         yield made
+        for worker in made:
+            devices = worker.worker.devices
+            assert [lane._busy for lane in devices._outgoing.values() if lane._busy] == []
+            assert [lane.busy for lane in devices._incoming.values() if lane.busy] == []
     streams.synchronize()
 
 
@@ -317,3 +322,20 @@ def test_what_runs_in_a_backward_belongs_to_the_worker_that_began_it(workers):
 
     workers[0].run(program)
     assert seen == ["w0"]
+
+
+@pytest.mark.parametrize("method", ["begin", "fill", "filled", "begin_taking", "take"])
+def test_an_error_of_the_device_ends_the_use_of_a_block(workers, method, monkeypatch):
+    x = put(torch.ones(3), HERE)
+    workers[0].run(gw.rpc_sync, "w1", same, args=(x,))
+
+    def refuse(*_, **__):
+        raise DeviceError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PretendBlock, method, refuse)
+        with pytest.raises(GradwireError, match="a tensor could not be copied"):
+            workers[0].run(gw.rpc_sync, "w1", same, args=(x,))
+
+    # The fixture looks whether a thread counts as using blocks still.
+    assert workers[0].run(gw.rpc_sync, "w1", same, args=(x,)).cpu().tolist() == [1.0] * 3

@@ -43,7 +43,7 @@ def test_streams_that_wait_for_a_dead_process_are_let_go(process):
     process.kill()
     waiting, other = Block(), Block(is_behind=False)
 
-    assert _let_go([waiting, other], process.pid)
+    assert _let_go([waiting, other], process.pid, [])
     assert waiting.abandoned
     assert not other.abandoned
 
@@ -53,9 +53,25 @@ def test_the_device_work_of_a_process_that_lives_is_waited_for(process):
     timer = threading.Timer(0.05, setattr, (block, "behind", False))
     timer.start()
 
-    assert not _let_go([block], process.pid)
+    assert not _let_go([block], process.pid, [])
     timer.join()
     assert not block.abandoned
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_blocks_that_a_thread_uses_are_not_let_go(process, has_ended):
+    """It may wait for a stream that waits for the peer: that is let go first."""
+    block, busy = Block(is_behind=has_ended), [None]
+    if has_ended:
+        process.kill()
+    closing = threading.Thread(target=_let_go, args=([block], process.pid, busy))
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    busy.pop()
+    closing.join(5)
+    assert not closing.is_alive()
+    assert block.abandoned == has_ended
 
 
 def test_the_log_names_the_peer_whose_tensors_never_came(process, caplog):

@@ -56,6 +56,12 @@ AskPeer = Callable[[OpenBlock, float], BlockOpened]
 """Sends an OpenBlock, and waits for the answer until the deadline."""
 
 
+Busy = list[None]
+"""An entry for each thread that uses blocks of a lane, which are not freed meanwhile. A list can be
+changed without a lock.
+"""
+
+
 class Shared(NamedTuple):
     """A block, and the number of its byte in the page of words."""
 
@@ -67,11 +73,11 @@ class Shared(NamedTuple):
 class Lease:
     """A block while one message is encoded into it."""
 
-    __slots__ = ("_block", "_end", "_stream", "number")
+    __slots__ = ("_block", "_busy", "_end", "_stream", "number")
 
-    def __init__(self, number: int, block: DeviceBlock, stream: object, was_taken: bool) -> None:
+    def __init__(self, number: int, block: DeviceBlock, stream: object, busy: Busy) -> None:
         self.number, self._block, self._stream, self._end = number, block, stream, 0
-        block.begin(stream, was_taken=was_taken)
+        self._busy: Busy | None = busy
 
     def append(self, tensor: Tensor) -> tuple[int, int]:
         """Copy a contiguous tensor into the block; returns its place for the header."""
@@ -83,6 +89,13 @@ class Lease:
     def close(self) -> None:
         """All tensors of the message are in the block."""
         self._block.filled(self._stream)
+        self.end()
+
+    def end(self) -> None:
+        """The block is not used any more here, or was not before."""
+        if self._busy is not None:
+            self._busy.pop()
+            self._busy = None
 
 
 def aligned(nbytes: int) -> int:
@@ -110,6 +123,7 @@ class OutgoingLane:
         self._is_inside: Callable[[], bool] = cast(Any, lock)._is_owned
         self.words = Words.make()
         self.blocks: dict[int, Shared] = {}
+        self._busy: Busy = []
         self._pools: dict[torch.device, DevicePool] = {}
         self._indices = set(range(MOST_BLOCKS))
         self._refused: set[torch.device] = set()
@@ -126,6 +140,18 @@ class OutgoingLane:
         # A finalizer that interrupts the locked part must not change what that part looks at.
         if device in self._refused or self._is_inside():
             return None
+        self._busy.append(None)
+        lease = None
+        try:
+            lease = self._maybe_lease(driver, device, length, deadline)
+        finally:
+            if lease is None:
+                self._busy.pop()
+        return lease
+
+    def _maybe_lease(
+        self, driver: DeviceDriver, device: torch.device, length: int, deadline: float
+    ) -> Lease | None:
         with self._lock:
             pool = self._pools.get(device)
             if pool is None:
@@ -141,7 +167,9 @@ class OutgoingLane:
             if made is None:
                 return None
             n, block = made
-        return Lease(n, block, driver.current_stream(device), was_taken)
+        stream = driver.current_stream(device)
+        block.begin(stream, was_taken=was_taken)
+        return Lease(n, block, stream, self._busy)
 
     def give_back(self, number: int) -> None:
         """The message that names this block did not leave."""
@@ -154,7 +182,7 @@ class OutgoingLane:
         with self._lock:
             self._is_closed = True
             blocks, self.blocks = [shared.block for shared in self.blocks.values()], {}
-        _let_go(blocks, self._process)
+        _let_go(blocks, self._process, self._busy)
         _kept.append(KeptBlocks(self._process, blocks, self.words))
         free_kept_blocks()
 
@@ -259,18 +287,23 @@ def _is_alive(process: int) -> bool:
     return state not in (b"Z", b"X") or int(numbers[_THREADS]) > 1
 
 
-def _let_go(blocks: Sequence[DeviceBlock], process: int) -> bool:
-    """Whether streams that wait for an ended peer were let go. See Note [A peer that died].
+def _let_go(blocks: Sequence[DeviceBlock], process: int, busy: Busy) -> bool:
+    """Wait until no thread or stream needs the blocks of a link that is over.
 
-    As long as the peer's process lives, so does its device work.
+    True if streams waited for a peer that has ended, see Note [A peer that died]. As long as its
+    process lives, so does its device work.
     """
-    while behind := [block for block in blocks if block.is_behind()]:
-        if not _is_alive(process):
+    was_lost = False
+    while True:
+        behind = [block for block in blocks if block.is_behind()]
+        if behind and not _is_alive(process):
+            was_lost = True
             for block in behind:
                 block.abandon()
-            return True
-        time.sleep(_PAUSE)
-    return False
+        elif not behind and not busy:
+            return was_lost
+        else:
+            time.sleep(_PAUSE)
 
 
 def _release(block: DeviceBlock) -> None:
@@ -289,6 +322,7 @@ class IncomingLane:
         self._process = os.getpid()
         """of the peer, once it has shared a block"""
         self.blocks: dict[int, Shared] = {}
+        self.busy: Busy = []
         self._words: Words | None = None
         self._is_here = False
         """whether the peer is a worker of this process: then nothing is mapped twice"""
@@ -336,14 +370,18 @@ class IncomingLane:
         stream: object,
     ) -> list[Tensor]:
         """The tensors at these offsets of a block, and give it back. hot: see links.py"""
-        block, word = self.find(number)
-        block.begin_taking(stream)
+        self.busy.append(None)
         try:
-            return [block.take(offset, layout, to, stream) for offset, layout in places]
+            block, word = self.find(number)
+            block.begin_taking(stream)
+            try:
+                return [block.take(offset, layout, to, stream) for offset, layout in places]
+            finally:
+                block.taken(stream)
+                assert self._words is not None, "it came with the block"
+                self._words[word] = TAKEN
         finally:
-            block.taken(stream)
-            assert self._words is not None, "it came with the block"
-            self._words[word] = TAKEN
+            self.busy.pop()
 
     def give_back(self, numbers: Iterable[int], word: int) -> None:
         """The owner may fill these blocks again: they are TAKEN, or UNREAD."""
@@ -360,7 +398,7 @@ class IncomingLane:
         if self._is_here or self._words is None:
             return
         blocks = [each.block for each in shared.values()]
-        if _let_go(blocks, self._process):
+        if _let_go(blocks, self._process, self.busy):
             text = "%s: the peer died before its device was done; tensors of it are lost"
             _log.error(text, self._about)
         for block in blocks:
@@ -376,6 +414,7 @@ class Taking:
         self._lane, self._stream_of = lane, stream_of
         self._begun: dict[int, tuple[DeviceBlock, object]] = {}
         """with the stream on which the tensors are taken"""
+        lane.busy.append(None)
 
     def take(self, place: tuple[int, int], layout: Layout, to: torch.device) -> Tensor:
         """A new tensor on that device, with what lies at this place."""
@@ -391,7 +430,10 @@ class Taking:
 
     def close(self, named: Iterable[int]) -> None:
         """The copies are queued: give back all blocks that the message names."""
-        for block, stream in self._begun.values():
-            block.taken(stream)
-        self._lane.give_back(self._begun, TAKEN)
-        self._lane.give_back(set(named) - self._begun.keys(), UNREAD)  # it does not decode
+        try:
+            for block, stream in self._begun.values():
+                block.taken(stream)
+            self._lane.give_back(self._begun, TAKEN)
+            self._lane.give_back(set(named) - self._begun.keys(), UNREAD)  # it does not decode
+        finally:
+            self._lane.busy.pop()

@@ -138,23 +138,27 @@ class DeviceLinks:
                 return None
             plain.append(facts)
             size += aligned(facts[0].nbytes)
-        lease = self._maybe_lease(own.driver, device, size, to, deadline)
-        if lease is None:
-            return None
+        lease = None
         try:
+            lease = self._maybe_lease(own.driver, device, size, to, deadline)
+            if lease is None:
+                return None
             headers = [
                 TensorHeader(code, shape, 0, flags, None, 0, name, (), lease.append(tensor))
                 for tensor, code, shape, flags in plain
             ]
             lease.close()
         except BaseException as error:
-            self._undo_leases([lease], to, error)
+            self._undo_leases([] if lease is None else [lease], to, error)
             raise
         return headers
 
     def _undo_leases(self, leases: Iterable[Lease], to: WorkerId, error: BaseException) -> None:
         for lease in leases:
-            self._outgoing[to].give_back(lease.number)
+            lease.end()
+            lane = self._outgoing.get(to)
+            if lane is not None:  # else the peer was lost meanwhile
+                lane.give_back(lease.number)
         if isinstance(error, DeviceError):
             raise GradwireError(f"a tensor could not be copied for sending: {error}") from error
 
