@@ -10,11 +10,12 @@ import torch
 import gradwire as gw
 from gradwire import Options
 from gradwire.agent.messages import OpenBlock
-from gradwire.errors import BadMessage, UsageError
+from gradwire.errors import BadMessage, GradwireError, UsageError
 from gradwire.testing.cluster import cluster
 from gradwire.testing.pretend import streams
-from gradwire.testing.pretend.driver import PretendDriver
+from gradwire.testing.pretend.driver import PretendBlock, PretendDriver
 from gradwire.testing.pretend.tensors import PretendTensor, install, put
+from gradwire.transport.devices.contract import DeviceError
 from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD
 
 install()
@@ -68,6 +69,10 @@ def workers(request):
     exposed = [same, where, moved, fails, doubled_elsewhere]
     with cluster(2, expose=exposed, options=options, drivers=lambda _: DRIVER) as made:
         yield made
+        for worker in made:
+            devices = worker.worker.devices
+            assert [lane._busy for lane in devices._outgoing.values() if lane._busy] == []
+            assert [lane.busy for lane in devices._incoming.values() if lane.busy] == []
     streams.synchronize()
 
 
@@ -172,13 +177,13 @@ def test_a_device_that_the_receiver_lacks_is_an_error_that_names_it(workers, nam
     with pytest.raises(BadMessage, match=r"does not see that device\nhint: say by Options\(device"):
         workers[0].run(
             gw.rpc_sync, "w1", same, args=(put(torch.ones(2), HERE),), device_map={HERE: name}
-        ) if "/" not in name else workers[0].worker.devices._drivers and _resolve(workers, name)
+        ) if "/" not in name else _resolve(name)
 
 
-def _resolve(workers, name):
-    from gradwire.agent.devices.links import _Arriving
+def _resolve(name):
+    from gradwire.agent.devices.arrivals import Arrivals
 
-    _Arriving(None, workers[0].worker.devices._drivers, {})._device(name)
+    Arrivals(None, lambda _: DRIVER, {})._device(name)
 
 
 def test_blocks_of_a_call_that_did_not_leave_are_used_again(workers):
@@ -299,7 +304,7 @@ def test_a_peer_may_not_use_one_word_for_two_blocks(workers):
     workers[0].run(gw.rpc_sync, "w1", same, args=(put(torch.ones(3), HERE),))
     lane = lanes(workers[0])[1]
     (block, word), page = next(iter(lane.blocks.values())), lane.words.address
-    message = OpenBlock(10**6, word, "pretend", "pretended-0", block.room, block.handles, page)
+    message = OpenBlock(10**6, word, "pretend", "pretended-0", block.room, block.handle, page)
 
     with pytest.raises(BadMessage, match="is known already, or one too many"):
         workers[1].worker.devices._incoming[0].open(message, DRIVER)
@@ -317,3 +322,20 @@ def test_what_runs_in_a_backward_belongs_to_the_worker_that_began_it(workers):
 
     workers[0].run(program)
     assert seen == ["w0"]
+
+
+@pytest.mark.parametrize("method", ["begin", "fill", "filled", "begin_taking", "take"])
+def test_an_error_of_the_device_ends_the_use_of_a_block(workers, method, monkeypatch):
+    x = put(torch.ones(3), HERE)
+    workers[0].run(gw.rpc_sync, "w1", same, args=(x,))
+
+    def refuse(*_, **__):
+        raise DeviceError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PretendBlock, method, refuse)
+        with pytest.raises(GradwireError, match="a tensor could not be copied"):
+            workers[0].run(gw.rpc_sync, "w1", same, args=(x,))
+
+    # The fixture looks whether a thread counts as using blocks still.
+    assert workers[0].run(gw.rpc_sync, "w1", same, args=(x,)).cpu().tolist() == [1.0] * 3

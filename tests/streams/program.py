@@ -18,6 +18,9 @@ import torch
 import gradwire as gw
 
 SIZE = 8
+LONGEST_CYCLES = 4_000_000
+"""of the GPU: some milliseconds"""
+_dice = random.Random(0)
 
 
 class Kit(Protocol):
@@ -40,11 +43,19 @@ class Kit(Protocol):
 
 
 def double(x):
+    be_late(x)
     return x * 2 + 1
 
 
 def combine(x, y):
+    be_late(x)
     return x + 2 * y
+
+
+def be_late(x):
+    """The stream of a worker that serves is late too, on a GPU, so blocks are read late."""
+    if x.is_cuda and _dice.random() < 0.5:
+        torch.cuda._sleep(_dice.randrange(LONGEST_CYCLES))
 
 
 def through(x):

@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 
 from gradwire.ids import WorkerId
-from gradwire.transport.devices.contract import BlockHandles
 from gradwire.transport.devices.words import PageAddress
 from gradwire.wire.message import Message
 
@@ -94,7 +93,8 @@ class OpenBlock(Message, frozen=True, tag=0x08):
     """of the device: the type of its torch.device"""
     uuid: str
     room: int
-    handles: BlockHandles
+    handle: bytes
+    """by which the driver of that kind opens it"""
     page: PageAddress
 
 

@@ -20,7 +20,8 @@ from typing import Any, final
 import torch
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.devices.links import ON_CPU, DeviceLinks
+from gradwire.agent.devices.links import DeviceLinks
+from gradwire.agent.devices.own import ON_CPU
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.autograd.backward.active_pass import AnyPass, CoordinatedPass, ParticipantPass
 from gradwire.autograd.backward.coordinator import Coordinator

@@ -20,7 +20,8 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.devices.links import DeviceLinks, Drivers, drivers_of_this_process
+from gradwire.agent.devices.links import DeviceLinks
+from gradwire.agent.devices.own import Drivers, drivers_of_this_process
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.membership.open_world import Membership, RosterStore
 from gradwire.agent.membership.shutdown import GracefulShutdown, ShutdownResult

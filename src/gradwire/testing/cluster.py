@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar, final
 
 import torch
 
-from gradwire.agent.devices.links import Drivers, drivers_of_this_process
+from gradwire.agent.devices.own import Drivers, drivers_of_this_process
 from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.secret import fresh_secret
 from gradwire.agent.requests.timer import Clock, MonotonicClock

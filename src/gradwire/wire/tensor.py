@@ -92,6 +92,15 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block: tuple[int, int] | None = None
 
 
+class Layout(NamedTuple):
+    """How a tensor lies in memory, which it fills."""
+
+    shape: tuple[int, ...]
+    strides: Sequence[int]
+    dtype: torch.dtype
+    nbytes: int
+
+
 class OpenLease(Protocol):
     """A block of device memory that is filled with the tensors of a message."""
 
@@ -114,7 +123,7 @@ ON_CPU = Placement("")
 class Arriving(Protocol):
     """The devices on which the tensors of a message arrive."""
 
-    def take(self, header: TensorHeader, strides: list[int], dtype: torch.dtype) -> Tensor:
+    def take(self, header: TensorHeader, layout: Layout) -> Tensor:
         """A tensor with the bytes that lie in `header.block`, on the header's device."""
 
     def place(self, tensor: Tensor, device: str) -> Tensor:
@@ -405,7 +414,8 @@ def _rebuild_dense(header: TensorHeader, block: _Block, arriving: Arriving | Non
     if header.block is not None:
         if arriving is None:
             raise _malformed("it arrives on a device, where it cannot")
-        return arriving.take(header, strides_of(shape, order), dtype)
+        layout = Layout(shape, strides_of(shape, order), dtype, numel * dtype.itemsize)
+        return arriving.take(header, layout)
     flat = block.claim(header.offset, dtype, numel)
     if order is not None:
         return flat.as_strided_(shape, strides_of(shape, order))

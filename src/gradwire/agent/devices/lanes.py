@@ -7,6 +7,10 @@ The peer maps each new block by a request of its own. This is also the probe: th
 random bytes into the block, and the peer answers with what it reads there. If that fails (another
 machine or container, a device that the peer does not see), tensors go through host memory.
 
+Note [A peer that died]: if a process is killed before its device has filled or read a block,
+streams here wait for it. They are let go when it has ended. What is computed here from a block that
+was not filled is wrong then, NaN for most dtypes, and the log says so.
+
 Note [Who frees a block]: memory must not be freed while another process maps it; CUDA leaves open
 what happens then. So the owner frees a block when the peer has unmapped it, or its process has
 ended. If the connection is lost and the process lives, the block is kept until that process ends.
@@ -17,7 +21,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from threading import RLock
@@ -31,22 +36,30 @@ from gradwire.agent.messages import BlockOpened, OpenBlock
 from gradwire.errors import BadMessage, UsageError
 from gradwire.transport.devices.contract import (
     BLOCK_ALIGNMENT,
-    MOST_BLOCKS,
     DeviceBlock,
     DeviceDriver,
     DeviceError,
-    Layout,
 )
 from gradwire.transport.devices.pool_state import DevicePool, room_for
-from gradwire.transport.devices.words import IN_USE, TAKEN, UNREAD, Words
+from gradwire.transport.devices.words import IN_USE, MOST_BLOCKS, TAKEN, UNREAD, Words
+from gradwire.wire.tensor import Layout
 
 _log = logging.getLogger("gradwire")
 _PROOF_BYTES = 64
+_PAUSE = 0.01
+_THREADS = 16
+"""the number of a process's threads in its /proc/…/stat, counted from after the state"""
 _numbers = count(secrets.randbits(48))
 """Not from 1: what a lost worker named is then unknown in the process that takes its place."""
 
 AskPeer = Callable[[OpenBlock, float], BlockOpened]
 """Sends an OpenBlock, and waits for the answer until the deadline."""
+
+
+Busy = list[None]
+"""An entry for each thread that uses blocks of a lane, which are not freed meanwhile. A list can be
+changed without a lock.
+"""
 
 
 class Shared(NamedTuple):
@@ -60,9 +73,11 @@ class Shared(NamedTuple):
 class Lease:
     """A block while one message is encoded into it."""
 
-    def __init__(self, number: int, block: DeviceBlock, stream: object, was_taken: bool) -> None:
+    __slots__ = ("_block", "_busy", "_end", "_stream", "number")
+
+    def __init__(self, number: int, block: DeviceBlock, stream: object, busy: Busy) -> None:
         self.number, self._block, self._stream, self._end = number, block, stream, 0
-        block.begin(stream, was_taken=was_taken)
+        self._busy: Busy | None = busy
 
     def append(self, tensor: Tensor) -> tuple[int, int]:
         """Copy a contiguous tensor into the block; returns its place for the header."""
@@ -74,11 +89,23 @@ class Lease:
     def close(self) -> None:
         """All tensors of the message are in the block."""
         self._block.filled(self._stream)
+        self.end()
+
+    def end(self) -> None:
+        """The block is not used any more here, or was not before."""
+        if self._busy is not None:
+            self._busy.pop()
+            self._busy = None
 
 
 def aligned(nbytes: int) -> int:
     """The bytes that a tensor of this size takes in a block."""
     return -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def is_inside(block: DeviceBlock, offset: int, nbytes: int) -> bool:
+    """Whether a tensor can be at this place, which a peer has named."""
+    return not offset % BLOCK_ALIGNMENT and 0 <= offset <= block.room - nbytes
 
 
 _lanes: WeakValueDictionary[bytes, OutgoingLane] = WeakValueDictionary()
@@ -96,6 +123,7 @@ class OutgoingLane:
         self._is_inside: Callable[[], bool] = cast(Any, lock)._is_owned
         self.words = Words.make()
         self.blocks: dict[int, Shared] = {}
+        self._busy: Busy = []
         self._pools: dict[torch.device, DevicePool] = {}
         self._indices = set(range(MOST_BLOCKS))
         self._refused: set[torch.device] = set()
@@ -112,6 +140,18 @@ class OutgoingLane:
         # A finalizer that interrupts the locked part must not change what that part looks at.
         if device in self._refused or self._is_inside():
             return None
+        self._busy.append(None)
+        lease = None
+        try:
+            lease = self._maybe_lease(driver, device, length, deadline)
+        finally:
+            if lease is None:
+                self._busy.pop()
+        return lease
+
+    def _maybe_lease(
+        self, driver: DeviceDriver, device: torch.device, length: int, deadline: float
+    ) -> Lease | None:
         with self._lock:
             pool = self._pools.get(device)
             if pool is None:
@@ -127,7 +167,9 @@ class OutgoingLane:
             if made is None:
                 return None
             n, block = made
-        return Lease(n, block, driver.current_stream(device), was_taken)
+        stream = driver.current_stream(device)
+        block.begin(stream, was_taken=was_taken)
+        return Lease(n, block, stream, self._busy)
 
     def give_back(self, number: int) -> None:
         """The message that names this block did not leave."""
@@ -140,8 +182,8 @@ class OutgoingLane:
         with self._lock:
             self._is_closed = True
             blocks, self.blocks = [shared.block for shared in self.blocks.values()], {}
-        self.words.close()
-        _kept.append(KeptBlocks(self._process, blocks))
+        _let_go(blocks, self._process, self._busy)
+        _kept.append(KeptBlocks(self._process, blocks, self.words))
         free_kept_blocks()
 
     def _is_free(self, number: int) -> bool:
@@ -166,7 +208,7 @@ class OutgoingLane:
         free_kept_blocks()
         is_open = False
         try:
-            block = driver.make(device, room)
+            block = driver.make(device, room, self.words.marks(index))
             self.blocks[number] = Shared(block, index)  # a worker of this process finds it here
             self._open(driver, number, deadline)
             is_open = True
@@ -193,7 +235,7 @@ class OutgoingLane:
         proof = secrets.token_bytes(_PROOF_BYTES)
         block.write(proof)
         uuid, page = driver.uuid_of(block.device), self.words.address
-        about = (number, index, driver.kind, uuid, block.room, block.handles, page)
+        about = (number, index, driver.kind, uuid, block.room, block.handle, page)
         opened = self._ask(OpenBlock(*about), deadline)
         if opened.proof != proof:
             raise DeviceError(opened.refusal or "the peer has mapped other memory")
@@ -206,7 +248,7 @@ class OutgoingLane:
             self._indices.add(index)
         if shared is not None:
             # The peer may have mapped it, if only its answer was lost.
-            _kept.append(KeptBlocks(self._process, [shared.block]))
+            _kept.append(KeptBlocks(self._process, [shared.block], None))
 
 
 class KeptBlocks(NamedTuple):
@@ -214,6 +256,8 @@ class KeptBlocks(NamedTuple):
 
     process: int
     blocks: list[DeviceBlock]
+    words: Words | None
+    """to be closed after them"""
 
 
 _kept: list[KeptBlocks] = []
@@ -229,15 +273,37 @@ def free_kept_blocks() -> None:
             _kept.remove(kept)
             for block in kept.blocks:
                 _release(block)
+            if kept.words is not None:
+                kept.words.close()
 
 
 def _is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended and was not waited for yet does not."""
+    """Whether a thread of it runs; one that has ended and was not waited for yet does not."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+            state, *numbers = file.read().rpartition(b")")[2].split()
     except OSError:
         return False
+    return state not in (b"Z", b"X") or int(numbers[_THREADS]) > 1
+
+
+def _let_go(blocks: Sequence[DeviceBlock], process: int, busy: Busy) -> bool:
+    """Wait until no thread or stream needs the blocks of a link that is over.
+
+    True if streams waited for a peer that has ended, see Note [A peer that died]. As long as its
+    process lives, so does its device work.
+    """
+    was_lost = False
+    while True:
+        behind = [block for block in blocks if block.is_behind()]
+        if behind and not _is_alive(process):
+            was_lost = True
+            for block in behind:
+                block.abandon()
+        elif not behind and not busy:
+            return was_lost
+        else:
+            time.sleep(_PAUSE)
 
 
 def _release(block: DeviceBlock) -> None:
@@ -251,9 +317,12 @@ def _release(block: DeviceBlock) -> None:
 class IncomingLane:
     """The peer's blocks that this worker has mapped."""
 
-    def __init__(self, lock: RLock) -> None:
-        self._lock = lock
-        self._blocks: dict[int, Shared] = {}
+    def __init__(self, lock: RLock, about: str) -> None:
+        self._lock, self._about = lock, about
+        self._process = os.getpid()
+        """of the peer, once it has shared a block"""
+        self.blocks: dict[int, Shared] = {}
+        self.busy: Busy = []
         self._words: Words | None = None
         self._is_here = False
         """whether the peer is a worker of this process: then nothing is mapped twice"""
@@ -261,8 +330,8 @@ class IncomingLane:
 
     def open(self, message: OpenBlock, driver: DeviceDriver) -> BlockOpened:
         """Map a block; every field of the message comes from the peer."""
-        words = {shared.word for shared in self._blocks.values()}
-        is_known = message.number in self._blocks or message.index in words
+        words = {shared.word for shared in self.blocks.values()}
+        is_known = message.number in self.blocks or message.index in words
         if is_known or not 0 <= message.index < MOST_BLOCKS:
             raise BadMessage(f"block {message.number} is known already, or one too many")
         device = driver.device_with(message.uuid)
@@ -274,12 +343,13 @@ class IncomingLane:
             block = owner.blocks[message.number].block
         else:
             if self._words is None:
-                self._words = Words.open(message.page)
-            block = driver.open(device, message.room, message.handles)
+                self._words, self._process = Words.open(message.page), message.page.process
+            marks = self._words.marks(message.index)
+            block = driver.open(device, message.room, message.handle, marks)
         opened = BlockOpened(block.read(_PROOF_BYTES), os.getpid())
         with self._lock:
             if not self._is_closed:
-                self._blocks[message.number] = Shared(block, message.index)
+                self.blocks[message.number] = Shared(block, message.index)
                 return opened
         if not self._is_here:
             _release(block)
@@ -287,15 +357,36 @@ class IncomingLane:
 
     def find(self, number: int) -> Shared:
         """A block of the peer; BadMessage if it is not mapped."""
-        shared = self._blocks.get(number)
+        shared = self.blocks.get(number)
         if shared is None:
             raise BadMessage(f"a tensor lies in device block {number}, which is not mapped here")
         return shared
 
+    def take(
+        self,
+        number: int,
+        places: Iterable[tuple[int, Layout]],
+        to: torch.device,
+        stream: object,
+    ) -> list[Tensor]:
+        """The tensors at these offsets of a block, and give it back. hot: see links.py"""
+        self.busy.append(None)
+        try:
+            block, word = self.find(number)
+            block.begin_taking(stream)
+            try:
+                return [block.take(offset, layout, to, stream) for offset, layout in places]
+            finally:
+                block.taken(stream)
+                assert self._words is not None, "it came with the block"
+                self._words[word] = TAKEN
+        finally:
+            self.busy.pop()
+
     def give_back(self, numbers: Iterable[int], word: int) -> None:
         """The owner may fill these blocks again: they are TAKEN, or UNREAD."""
         for number in numbers:
-            shared = self._blocks.get(number)
+            shared = self.blocks.get(number)
             if shared is not None and self._words is not None:
                 self._words[shared.word] = word
 
@@ -303,9 +394,16 @@ class IncomingLane:
         """Unmap all blocks. This waits for copies out of them that the device has not made yet."""
         with self._lock:
             self._is_closed = True
-            blocks, self._blocks = self._blocks, {}
-        for shared in () if self._is_here else blocks.values():
-            _release(shared.block)
+            shared, self.blocks = self.blocks, {}
+        if self._is_here or self._words is None:
+            return
+        blocks = [each.block for each in shared.values()]
+        if _let_go(blocks, self._process, self.busy):
+            text = "%s: the peer died before its device was done; tensors of it are lost"
+            _log.error(text, self._about)
+        for block in blocks:
+            _release(block)
+        self._words.close()
 
 
 @final
@@ -316,12 +414,13 @@ class Taking:
         self._lane, self._stream_of = lane, stream_of
         self._begun: dict[int, tuple[DeviceBlock, object]] = {}
         """with the stream on which the tensors are taken"""
+        lane.busy.append(None)
 
     def take(self, place: tuple[int, int], layout: Layout, to: torch.device) -> Tensor:
         """A new tensor on that device, with what lies at this place."""
         number, offset = place
         block = self._lane.find(number).block
-        if offset % BLOCK_ALIGNMENT or not 0 <= offset <= block.room - layout.nbytes:
+        if not is_inside(block, offset, layout.nbytes):
             raise BadMessage(f"bytes at {offset} are outside of device block {number}")
         if number not in self._begun:
             stream = self._stream_of(block.device)
@@ -331,7 +430,10 @@ class Taking:
 
     def close(self, named: Iterable[int]) -> None:
         """The copies are queued: give back all blocks that the message names."""
-        for block, stream in self._begun.values():
-            block.taken(stream)
-        self._lane.give_back(self._begun, TAKEN)
-        self._lane.give_back(set(named) - self._begun.keys(), UNREAD)  # it does not decode
+        try:
+            for block, stream in self._begun.values():
+                block.taken(stream)
+            self._lane.give_back(self._begun, TAKEN)
+            self._lane.give_back(set(named) - self._begun.keys(), UNREAD)  # it does not decode
+        finally:
+            self._lane.busy.pop()

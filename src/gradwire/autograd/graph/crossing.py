@@ -36,7 +36,7 @@ import msgspec
 import torch
 from torch.autograd import Function
 
-from gradwire.agent.devices.links import Home
+from gradwire.agent.devices.own import Home
 from gradwire.autograd.graph.edges import Edges, Join, Sent
 from gradwire.autograd.graph.lineage import (
     Lineage,

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.agent.devices.links import Handoff
 from gradwire.agent.devices.maps import DeviceMap
+from gradwire.agent.devices.own import Handoff
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import origin_of
 from gradwire.autograd.messages import Crossing

@@ -18,16 +18,15 @@ from gradwire.testing.pretend.streams import (
     use_stream,
 )
 from gradwire.testing.pretend.tensors import DEVICES, GARBAGE, PretendTensor, allocated
-from gradwire.transport.devices.contract import BlockHandles, Layout
-
-_HANDLES = BlockHandles(b"", b"", b"")
+from gradwire.transport.devices.words import Marks
+from gradwire.wire.tensor import Layout
 
 
 @final
 class PretendBlock:
     """A block of pretended device memory, shared by the workers of this process."""
 
-    handles = _HANDLES
+    handle = b""
 
     def __init__(self, device: torch.device, room: int) -> None:
         self.device, self.room = device, room
@@ -47,7 +46,7 @@ class PretendBlock:
         tensor.record_stream(stream)
 
     def filled(self, stream: Stream) -> None:
-        """Record `ready`."""
+        """Mark that it is ready."""
         self._ready.record(stream)
 
     def begin_taking(self, stream: Stream) -> None:
@@ -73,7 +72,7 @@ class PretendBlock:
         return tensor
 
     def taken(self, stream: Stream) -> None:
-        """Record `free`."""
+        """Mark that it is free."""
         self._free.record(stream)
 
     def read(self, nbytes: int) -> bytes:
@@ -83,6 +82,13 @@ class PretendBlock:
     def write(self, data: bytes) -> None:
         """Set the first bytes, now."""
         self._memory[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+
+    def is_behind(self) -> bool:
+        """Never: there is no other process."""
+        return False
+
+    def abandon(self) -> None:
+        """Not needed."""
 
     def release(self) -> None:
         """Garbage from now on."""
@@ -144,10 +150,10 @@ class PretendDriver:
         """How many bytes of the device blocks for one peer may take."""
         return self._budget
 
-    def make(self, device: torch.device, room: int) -> PretendBlock:
+    def make(self, device: torch.device, room: int, _: Marks) -> PretendBlock:
         """Allocate a block."""
         return PretendBlock(device, room)
 
-    def open(self, device: torch.device, room: int, handles: BlockHandles) -> PretendBlock:
+    def open(self, device: torch.device, room: int, handle: bytes, _: Marks) -> PretendBlock:
         """Not possible: pretended memory is not shared between processes."""
         raise AssertionError("pretended devices are shared inside of one process only")

@@ -2,15 +2,17 @@
 
 The owner of a block copies tensors into it, and one peer copies them out. Both are device work: it
 is queued on the current stream of the thread that asks for it, and no thread waits for the device.
-Two events that both workers can record and wait for keep the order:
+Two marks in a page that both map (words.py) keep the order. A mark is a number that a stream writes
+when it has come so far, and that a stream of the other process can wait for:
 
-    ready   recorded by the owner after it has filled the block
-    free    recorded by the peer after it has taken the tensors out
+    ready   the owner's stream has filled the block for its nth use
+    free    the peer's stream has taken the tensors of that use out
 
-Waiting for an event that was not recorded yet waits for nothing. So the host must know that `free`
-was recorded before the block is filled again: the peer says so by a word in memory that both
-processes map (words.py). `ready` needs no word, as the message that names the block is sent after
-it was recorded.
+The host counts the uses, and reads marks too: mostly they have come already, and no stream waits.
+
+Note [Marks, not events]: a stream that waits for an event of another process waits for ever if that
+process is killed before its device has come so far; nothing can complete the event. A mark can be
+written by the host that is left (`abandon`).
 
 Note [The order of a block]: per use, `begin`, `fill`…, `filled` by the owner, then the message,
 then `begin_taking`, `take`…, `taken` by the peer, then the word. A message that never leaves, or is
@@ -22,37 +24,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
-MOST_BLOCKS = 128
-"""blocks that one worker makes for one peer"""
+from gradwire.transport.devices.words import Marks
+from gradwire.wire.tensor import Layout
+
 BLOCK_ALIGNMENT = 256
 """of each tensor in a block: what the device's own allocator guarantees"""
 
 
 class DeviceError(Exception):
     """The device refused something. The lane is not used again on this link."""
-
-
-class BlockHandles(msgspec.Struct, frozen=True, array_like=True):
-    """What another process needs to open a block and its two events."""
-
-    memory: bytes
-    ready: bytes
-    free: bytes
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory, which it fills."""
-
-    shape: tuple[int, ...]
-    strides: list[int]
-    dtype: torch.dtype
-    nbytes: int
 
 
 class DeviceBlock(Protocol):
@@ -65,7 +50,7 @@ class DeviceBlock(Protocol):
     device: torch.device
 
     @property
-    def handles(self) -> BlockHandles:
+    def handle(self) -> bytes:
         """For the peer to open it."""
 
     def begin(self, stream: Any, *, was_taken: bool) -> None:  # noqa: ANN401
@@ -75,7 +60,7 @@ class DeviceBlock(Protocol):
         """Copy a contiguous tensor of this device into the block."""
 
     def filled(self, stream: Any) -> None:  # noqa: ANN401
-        """Record `ready`."""
+        """Mark that it is ready."""
 
     def begin_taking(self, stream: Any) -> None:  # noqa: ANN401
         """The peer's stream waits until the block is filled."""
@@ -84,13 +69,19 @@ class DeviceBlock(Protocol):
         """A new tensor with what lies at the offset, on the current stream of its device."""
 
     def taken(self, stream: Any) -> None:  # noqa: ANN401
-        """Record `free`."""
+        """Mark that it is free."""
 
     def read(self, nbytes: int) -> bytes:
         """The first bytes, now; this waits for the device."""
 
     def write(self, data: bytes) -> None:
         """Set the first bytes, now; this waits for the device."""
+
+    def is_behind(self) -> bool:
+        """Whether streams of this process wait for a mark of the other one."""
+
+    def abandon(self) -> None:
+        """The other process has ended: let streams go on. What it has not filled is all ones."""
 
     def release(self) -> None:
         """Free or unmap the memory, once no work of this process uses it."""
@@ -132,8 +123,8 @@ class DeviceDriver(Protocol):
     def budget_of(self, device: torch.device) -> int:
         """How many bytes of the device blocks for one peer may take."""
 
-    def make(self, device: torch.device, room: int) -> DeviceBlock:
+    def make(self, device: torch.device, room: int, marks: Marks) -> DeviceBlock:
         """Allocate a block; DeviceError if the device has no memory for it."""
 
-    def open(self, device: torch.device, room: int, handles: BlockHandles) -> DeviceBlock:
-        """Map a peer's block. The handles come from a peer, and their lengths are checked here."""
+    def open(self, device: torch.device, room: int, handle: bytes, marks: Marks) -> DeviceBlock:
+        """Map a peer's block. The handle comes from a peer, and its length is checked here."""

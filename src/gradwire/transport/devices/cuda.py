@@ -1,6 +1,6 @@
 """The device lane of CUDA: plain device allocations, exported once by CUDA IPC.
 
-Memory and copies use `cuda.bindings`, which torch's CUDA wheels bring along; events are torch's.
+Memory, copies and marks use `cuda.bindings`, which torch's CUDA wheels bring along.
 Blocks are not taken from torch's allocator: to export one of its tensors would map the whole
 segment, with tensors of others in it, writable for the peer. Received data is copied into ordinary
 tensors of torch's allocator, which knows on which streams they are used.
@@ -9,53 +9,95 @@ tensors of torch's allocator, which knows on which streams they are used.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
-from typing import Any, final
+from functools import cache, partial
+from mmap import PAGESIZE
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, UsageError
-from gradwire.torch_private import raw_stream
-from gradwire.transport.devices.contract import BlockHandles, DeviceError, Layout
+from gradwire.torch_private import NOTHING, raw_stream
+from gradwire.transport.devices.contract import DeviceError
+from gradwire.transport.devices.words import FREE, READY, USE, Marks, Words
+from gradwire.wire.tensor import Layout
 
 _HANDLE_BYTES = 64
+_AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ: until the mark is this number, or a later one"""
+_NO_CONTEXT = 201
+_PAUSE = 0.001
 _SHARE_OF_MEMORY = 16
 """blocks for one peer take at most this part of a device's memory"""
 
 
+class _Cuda(NamedTuple):
+    """Modules of cuda.bindings."""
+
+    runtime: Any
+    driver: Any
+
+    @contextmanager
+    def fresh_stream(self) -> Iterator[int]:
+        """A stream that waits for no other; afterwards its work is done."""
+        stream = _checked(
+            self.runtime.cudaStreamCreateWithFlags(self.runtime.cudaStreamNonBlocking)
+        )
+        try:
+            yield int(stream)
+            _checked(self.runtime.cudaStreamSynchronize(stream))
+        finally:
+            self.runtime.cudaStreamDestroy(stream)
+
+
 @final
 class CudaBlock:
-    """A block that this process has allocated, or opened by its handles."""
+    """A block that this process has allocated, or opened by its handle."""
 
     def __init__(
         self,
-        runtime: Any,  # noqa: ANN401  # the module cuda.bindings.runtime
+        cuda: _Cuda,
         device: torch.device,
         room: int,
         pointer: int,
-        events: tuple[torch.cuda.Event, torch.cuda.Event],
+        marks: Marks,
         *,
         is_own: bool,
     ) -> None:
-        self._runtime, self.device, self.room = runtime, device, room
-        self._pointer, (self._ready, self._free) = pointer, events
-        self._is_own = is_own
-        self._copies = runtime.cudaMemcpyKind.cudaMemcpyDefault
-        self._queue_copy = runtime.cudaMemcpyAsync
+        self._cuda, self.device, self.room, self._pointer = cuda, device, room, pointer
+        self._marks, self._is_own, self._is_only = marks, is_own, len(_by_uuid()) == 1
+        page = _pinned(cuda.runtime, marks.words)
+        self._places = [page + marks.offset_of(which) for which in (USE, READY, FREE)]
+        self._filled = self._taken = 0
+        """the uses that this process has filled, or has taken out"""
+        self._awaited = 0
+        """the latest use that streams here need of the other process"""
+        self._copies = cuda.runtime.cudaMemcpyKind.cudaMemcpyDefault
+        self._copying = cuda.runtime.cudaMemcpyAsync
+        self._marking = cuda.driver.cuStreamWriteValue32
+        which = READY if is_own else FREE
+        with cuda.fresh_stream() as stream:  # an error, if this device cannot write marks
+            self._queue(self._marking, stream, self._places[which], marks[which], 0)
 
     @property
-    def handles(self) -> BlockHandles:
+    def handle(self) -> bytes:
         """For the peer to open it."""
-        memory = _checked(self._runtime.cudaIpcGetMemHandle(self._pointer)).reserved
-        return BlockHandles(memory, _handle_of(self._ready), _handle_of(self._free))
+        handle: bytes = _checked(self._cuda.runtime.cudaIpcGetMemHandle(self._pointer)).reserved
+        return handle
 
     def begin(self, stream: torch.cuda.Stream, *, was_taken: bool) -> None:
         """The owner's stream waits until the block may be overwritten."""
-        stream.wait_event(self._free if was_taken else self._ready)
+        marks = self._marks
+        if was_taken:
+            self._awaited = marks[USE]
+        else:
+            self._wait(READY, self._filled, stream)
+        self._wait(FREE, self._awaited, stream)
+        marks[USE] += 1
 
     def fill(self, offset: int, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """Copy a contiguous tensor of this device into the block."""
@@ -63,12 +105,16 @@ class CudaBlock:
         tensor.record_stream(stream)  # it may have been allocated on another, and be freed now
 
     def filled(self, stream: torch.cuda.Stream) -> None:
-        """Record `ready`."""
-        self._ready.record(stream)
+        """Mark that it is ready."""
+        self._filled = self._marks[USE]
+        self._queue(self._marking, stream.cuda_stream, self._places[READY], self._filled, 0)
 
     def begin_taking(self, stream: torch.cuda.Stream) -> None:
         """The peer's stream waits until the block is filled."""
-        stream.wait_event(self._ready)
+        self._taken = self._marks[USE]
+        if not self._is_own:  # else the peer is a worker of this process
+            self._awaited = self._taken
+        self._wait(READY, self._taken, stream)
 
     def take(
         self, offset: int, layout: Layout, to: torch.device, stream: torch.cuda.Stream
@@ -95,30 +141,66 @@ class CudaBlock:
         return tensor
 
     def taken(self, stream: torch.cuda.Stream) -> None:
-        """Record `free`."""
-        self._free.record(stream)
+        """Mark that it is free."""
+        self._queue(self._marking, stream.cuda_stream, self._places[FREE], self._taken, 0)
 
     def read(self, nbytes: int) -> bytes:
         """The first bytes, now; this waits for the device."""
         found = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        _checked(self._runtime.cudaMemcpy(found.data_ptr(), self._pointer, nbytes, self._copies))
+        _checked(
+            self._cuda.runtime.cudaMemcpy(found.data_ptr(), self._pointer, nbytes, self._copies)
+        )
         return found.numpy().tobytes()
 
     def write(self, data: bytes) -> None:
         """Set the first bytes, now; this waits for the device."""
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        copy = self._runtime.cudaMemcpy
+        copy = self._cuda.runtime.cudaMemcpy
         _checked(copy(self._pointer, source.data_ptr(), len(data), self._copies))
+
+    def is_behind(self) -> bool:
+        """Whether streams of this process wait for a mark of the other one."""
+        return not self._marks.has_come(FREE if self._is_own else READY, self._awaited)
+
+    def abandon(self) -> None:
+        """The other process has ended: let streams go on. What it has not filled is all ones."""
+        if not self._is_own:
+            with torch.cuda.device(self.device), self._cuda.fresh_stream() as stream:
+                fill = self._cuda.runtime.cudaMemsetAsync
+                _checked(fill(self._pointer, 0xFF, self.room, stream))
+        self._marks[FREE if self._is_own else READY] = self._awaited
 
     def release(self) -> None:
         """Free or unmap the memory, once no work of this process uses it."""
+        which, number = (READY, self._filled) if self._is_own else (FREE, self._taken)
+        while not self._marks.has_come(which, number):
+            time.sleep(_PAUSE)
+        runtime = self._cuda.runtime
         with torch.cuda.device(self.device):
-            (self._ready if self._is_own else self._free).synchronize()
-            close = self._runtime.cudaFree if self._is_own else self._runtime.cudaIpcCloseMemHandle
+            close = runtime.cudaFree if self._is_own else runtime.cudaIpcCloseMemHandle
             _checked(close(self._pointer))
 
     def _copy(self, to: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
-        (error,) = self._queue_copy(to, source, nbytes, self._copies, stream.cuda_stream)
+        self._queue(self._copying, to, source, nbytes, self._copies, stream.cuda_stream)
+
+    def _wait(self, which: int, number: int, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait until a mark has come so far. hot: every block"""
+        if not self._marks.has_come(which, number):
+            wait, index = self._cuda.driver.cuStreamWaitValue32, self.device.index
+            self._queue(self._cuda.runtime.cudaSetDevice, index)  # this thread may be a new one
+            self._queue(wait, stream.cuda_stream, self._places[which], number, _AT_LEAST)
+
+    def _queue(self, call: Callable[..., Any], *args: Any) -> None:  # noqa: ANN401
+        """Ask for work of this device: a default stream is that of the current one. hot"""
+        if self._is_only:
+            (error,) = call(*args)
+        else:
+            with torch.cuda.device(self.device):
+                (error,) = call(*args)
+        if int(error) == _NO_CONTEXT:  # a copy has failed before, and this thread is new
+            with torch.cuda.device(self.device):
+                _checked(self._cuda.runtime.cudaSetDevice(self.device.index))
+                (error,) = call(*args)
         if int(error):
             raise DeviceError(f"CUDA says {error}")
 
@@ -131,7 +213,7 @@ class CudaDriver:
     types: tuple[type[Tensor], ...] = (Tensor, Parameter)
 
     def __init__(self, runtime: Any, driver: Any) -> None:  # noqa: ANN401
-        self._runtime, self._memory_range = runtime, driver.cuMemGetAddressRange
+        self._cuda = _Cuda(runtime, driver)
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
         """by device and handle: torch takes long to make the object anew"""
 
@@ -155,16 +237,18 @@ class CudaDriver:
         """Make a stream current for its device."""
         return torch.cuda.stream(stream)
 
-    @contextmanager
-    def on_default_streams(self) -> Iterator[None]:
+    def on_default_streams(self) -> AbstractContextManager[object]:
         """Make the default stream of each device current, for the calling thread."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            yield
-            return
+            return NOTHING
+        others = [device for device in _by_uuid().values() if raw_stream(device.index)]
+        return self._on_default_streams(others) if others else NOTHING
+
+    @contextmanager
+    def _on_default_streams(self, devices: list[torch.device]) -> Iterator[None]:
         with ExitStack() as stack:
-            for device in _by_uuid().values():
-                if raw_stream(device.index):
-                    stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
+            for device in devices:
+                stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
             yield
 
     def handoff(self, tensor: Tensor) -> Callable[[], None]:
@@ -192,46 +276,38 @@ class CudaDriver:
         """How many bytes of the device blocks for one peer may take."""
         return torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_MEMORY
 
-    def make(self, device: torch.device, room: int) -> CudaBlock:
+    def make(self, device: torch.device, room: int, marks: Marks) -> CudaBlock:
         """Allocate a block; DeviceError if the device has no memory for it."""
+        runtime = self._cuda.runtime
         with torch.cuda.device(device):
-            stream = torch.cuda.current_stream()  # creates the context, if there is none
-            pointer = _checked(self._runtime.cudaMalloc(room))
+            torch.cuda.current_stream()  # creates the context, if there is none
+            pointer = _checked(runtime.cudaMalloc(room))
             try:
-                ready, free = _new_event(), _new_event()
-                block = CudaBlock(
-                    self._runtime, device, room, int(pointer), (ready, free), is_own=True
-                )
-                _checked(self._runtime.cudaMemset(pointer, 0, room))  # it may hold others' data
-                block.filled(stream)  # an event has no handle before it was recorded once
-                block.taken(stream)
+                _checked(runtime.cudaMemset(pointer, 0, room))  # it may hold others' data
+                return CudaBlock(self._cuda, device, room, int(pointer), marks, is_own=True)
             except BaseException:
-                self._runtime.cudaFree(pointer)
+                runtime.cudaFree(pointer)
                 raise
-            return block
 
-    def open(self, device: torch.device, room: int, handles: BlockHandles) -> CudaBlock:
-        """Map a peer's block. The handles come from a peer, and their lengths are checked here."""
-        if any(
-            len(handle) != _HANDLE_BYTES for handle in (handles.memory, handles.ready, handles.free)
-        ):
+    def open(self, device: torch.device, room: int, handle: bytes, marks: Marks) -> CudaBlock:
+        """Map a peer's block. The handle comes from a peer, and its length is checked here."""
+        if len(handle) != _HANDLE_BYTES:
             raise BadMessage("a handle of device memory has a wrong length")
+        runtime = self._cuda.runtime
         with torch.cuda.device(device):
             torch.cuda.current_stream()
-            handle = self._runtime.cudaIpcMemHandle_t()
-            handle.reserved = handles.memory
-            lazily = self._runtime.cudaIpcMemLazyEnablePeerAccess
-            pointer = _checked(self._runtime.cudaIpcOpenMemHandle(handle, lazily))
+            theirs = runtime.cudaIpcMemHandle_t()
+            theirs.reserved = handle
+            lazily = runtime.cudaIpcMemLazyEnablePeerAccess
+            pointer = _checked(runtime.cudaIpcOpenMemHandle(theirs, lazily))
             try:
-                _, known = _checked_pair(self._memory_range(pointer))
+                _, known = _checked_pair(self._cuda.driver.cuMemGetAddressRange(pointer))
                 if room > known:
                     raise BadMessage(f"a block of {known} bytes was announced as {room}")
-                made: Any = torch.cuda.Event.from_ipc_handle
-                events = made(device, handles.ready), made(device, handles.free)
+                return CudaBlock(self._cuda, device, room, int(pointer), marks, is_own=False)
             except BaseException:
-                self._runtime.cudaIpcCloseMemHandle(pointer)
+                runtime.cudaIpcCloseMemHandle(pointer)
                 raise
-            return CudaBlock(self._runtime, device, room, int(pointer), events, is_own=False)
 
 
 @cache
@@ -265,14 +341,13 @@ def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _new_event() -> torch.cuda.Event:
-    make: Any = torch.cuda.Event
-    return make(interprocess=True)  # type: ignore[no-any-return]
-
-
-def _handle_of(event: Any) -> bytes:  # noqa: ANN401
-    handle: bytes = event.ipc_handle()
-    return handle
+def _pinned(runtime: Any, words: Words) -> int:  # noqa: ANN401
+    """The address of a page for devices, which can write it from now on."""
+    if words.unpin is None:
+        flags = runtime.cudaHostRegisterPortable | runtime.cudaHostRegisterMapped
+        _checked(runtime.cudaHostRegister(words.place, PAGESIZE, flags))
+        words.unpin = partial(runtime.cudaHostUnregister, words.place)
+    return int(_checked(runtime.cudaHostGetDevicePointer(words.place, 0)))
 
 
 def _checked_pair(result: tuple[Any, ...]) -> tuple[int, int]:

@@ -46,8 +46,11 @@ class DevicePool:
 
     def choose(self, length: int, is_free: IsFree) -> int | None:
         """The smallest free block that fits; of equals, the one that was used last."""
+        room, last = room_for(length), next(reversed(self._rooms), -1)
+        if self._rooms.get(last) == room and is_free(last):  # most often: none can be smaller
+            return last
         most = max(_LOOSEST_FIT * length, _SMALLEST_ROOM)
-        if not self.may_make(room_for(length)):
+        if not self.may_make(room):
             most = self._budget
         fits = [n for n, room in self._rooms.items() if length <= room <= most and is_free(n)]
         if not fits:
