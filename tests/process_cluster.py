@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast, final
 
+from gradwire import threads
 from gradwire.agent.messages import Failure
 from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import describe, revive
@@ -217,4 +218,4 @@ def _run_tasks(pipe: Connection, parent: int, name: str, tasks: Connection) -> N
         except BaseException as error:  # reported to the test, whatever it is
             outcome = child.pickled(describe(error, name, exception_name), "a failure")
         tasks.send_bytes(outcome)
-        child.flush_output()
+        threads.flush_output()

@@ -303,22 +303,24 @@ _inherited: WeakSet[Inherited] = WeakSet()
 def leave_fork(error: BaseException | None) -> NoReturn:
     """End a process that a served function has forked, and in which it has returned or raised.
 
-    Not by the end of its only thread, which is none of Python's main thread: torch's destructors
-    of thread-locals then abort the process.
+    Not by the end of its only thread, which is not Python's main thread: torch's destructors of
+    thread-locals then abort the process.
     """
-    status: object = 0
-    if isinstance(error, SystemExit):
-        status = 0 if error.code is None else error.code
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        status = error.code or 0
     elif error is not None:
-        status = 1
         traceback.print_exception(error)
-    if not isinstance(status, int):
-        print(status, file=sys.stderr)
-        status = 1
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(ValueError, OSError):  # closed, or without a reader
-            stream.flush()
+    flush_output()
     os._exit(status & 0xFF)
+
+
+def flush_output() -> None:
+    """Flush output that does not end with a newline."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(ValueError, OSError):  # closed, or without a reader
+                stream.flush()
 
 
 def call_after_fork(thing: Inherited) -> None:

@@ -109,12 +109,12 @@ def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     except BaseException as error:  # reported to the parent, whatever it is
         if os.getpid() != me:  # a process that the function has forked: not a worker
             raise
-        flush_output()
+        threads.flush_output()
         failure = describe(error, spec.name, exception_name)
         spec.failure.write_bytes(msgspec.msgpack.encode(failure))
         pipe.send_bytes(FAILED.encode())
         sys.exit(1)
-    flush_output()
+    threads.flush_output()
     pipe.send_bytes(LEFT.encode())
 
 
@@ -127,14 +127,6 @@ def prepare(pipe: Connection, parent: int, directory: Path | None = None) -> Non
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-
-
-def flush_output() -> None:
-    """Flush output that does not end with a newline."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with suppress(ValueError, OSError):  # closed, or without a reader
-                stream.flush()
 
 
 def _work(pipe: Connection, spec: WorkerSpec) -> None:

@@ -40,11 +40,12 @@ class Releases:
 
     def __init__(self, agent: Agent, edges: Edges) -> None:
         self._agent, self._edges = agent, edges
-        self.riding_to: Callable[[WorkerId], list[int]]
         limits = agent.limits
         self._most = max(1, min(_MOST, limits.head // _BYTES, limits.elements) // 2)
         self._most_riding = min(_MOST_RIDING, self._most)
-        self.riding_to = partial(edges.to_release, most=self._most_riding)
+        self.riding_to: Callable[[WorkerId], list[int]] = partial(
+            edges.to_release, most=self._most_riding
+        )
         """what a message takes along; say `rode` when it has left"""
         self._is_over = False
         self._late: set[WorkerId] = set()
