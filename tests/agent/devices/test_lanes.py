@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gradwire.agent.devices import lanes
 from gradwire.agent.devices.lanes import IncomingLane, _is_alive, _let_go
 from gradwire.agent.messages import OpenBlock
 from gradwire.transport.devices.words import PageAddress, Words
@@ -43,7 +44,7 @@ def test_streams_that_wait_for_a_dead_process_are_let_go(process):
     process.kill()
     waiting, other = Block(), Block(is_behind=False)
 
-    assert _let_go([waiting, other], process.pid, [])
+    assert _let_go([waiting, other], process.pid, [], "w0 to w1")
     assert waiting.abandoned
     assert not other.abandoned
 
@@ -53,9 +54,18 @@ def test_the_device_work_of_a_process_that_lives_is_waited_for(process):
     timer = threading.Timer(0.05, setattr, (block, "behind", False))
     timer.start()
 
-    assert not _let_go([block], process.pid, [])
+    assert not _let_go([block], process.pid, [], "w0 to w1")
     timer.join()
     assert not block.abandoned
+
+
+def test_what_a_device_never_lets_go_of_stays_and_is_logged(process, caplog, monkeypatch):
+    monkeypatch.setattr(lanes, "_LONGEST_SECONDS", 0.05)
+    block = Block()
+
+    assert _let_go([block], process.pid, [], "w0 to w1") is None
+    assert not block.abandoned
+    assert "w0 to w1: 1 blocks of device memory are still in use" in caplog.text
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -64,7 +74,7 @@ def test_blocks_that_a_thread_uses_are_not_let_go(process, has_ended):
     block, busy = Block(is_behind=has_ended), [None]
     if has_ended:
         process.kill()
-    closing = threading.Thread(target=_let_go, args=([block], process.pid, busy))
+    closing = threading.Thread(target=_let_go, args=([block], process.pid, busy, "w0 to w1"))
     closing.start()
     closing.join(0.05)
     assert closing.is_alive()

@@ -47,6 +47,8 @@ from gradwire.wire.tensor import Layout
 _log = logging.getLogger("gradwire")
 _PROOF_BYTES = 64
 _PAUSE = 0.01
+_LONGEST_SECONDS = 60.0
+"""How long blocks of a link that is over may be needed. Then they stay, and the log says so."""
 _THREADS = 16
 """the number of a process's threads in its /proc/…/stat, counted from after the state"""
 _numbers = count(secrets.randbits(48))
@@ -182,7 +184,9 @@ class OutgoingLane:
         with self._lock:
             self._is_closed = True
             blocks, self.blocks = [shared.block for shared in self.blocks.values()], {}
-        _let_go(blocks, self._process, self._busy)
+        if _let_go(blocks, self._process, self._busy, self._about) is None:
+            _stuck.append((blocks, self.words))
+            return
         _kept.append(KeptBlocks(self._process, blocks, self.words))
         free_kept_blocks()
 
@@ -264,6 +268,10 @@ _kept: list[KeptBlocks] = []
 """of all workers of this process, which may be closed by now"""
 
 
+_stuck: list[object] = []
+"""blocks and pages that a device may still use: neither is ever unmapped"""
+
+
 def free_kept_blocks() -> None:
     """Free those that no other process maps any more."""
     for kept in list(_kept):
@@ -287,14 +295,14 @@ def _is_alive(process: int) -> bool:
     return state not in (b"Z", b"X") or int(numbers[_THREADS]) > 1
 
 
-def _let_go(blocks: Sequence[DeviceBlock], process: int, busy: Busy) -> bool:
-    """Wait until no thread or stream needs the blocks of a link that is over.
+def _let_go(blocks: Sequence[DeviceBlock], process: int, busy: Busy, about: str) -> bool | None:
+    """Wait until no thread or stream needs the blocks of a link that is over; None if in vain.
 
     True if streams waited for a peer that has ended, see Note [A peer that died]. As long as its
     process lives, so does its device work.
     """
-    was_lost = False
-    while True:
+    was_lost, deadline = False, time.monotonic() + _LONGEST_SECONDS
+    while time.monotonic() < deadline:
         behind = [block for block in blocks if block.is_behind()]
         if behind and not _is_alive(process):
             was_lost = True
@@ -304,6 +312,9 @@ def _let_go(blocks: Sequence[DeviceBlock], process: int, busy: Busy) -> bool:
             return was_lost
         else:
             time.sleep(_PAUSE)
+    text = "%s: %d blocks of device memory are still in use %g s after the link was lost: they stay"
+    _log.error(text, about, len(blocks), _LONGEST_SECONDS)
+    return None
 
 
 def _release(block: DeviceBlock) -> None:
@@ -398,7 +409,11 @@ class IncomingLane:
         if self._is_here or self._words is None:
             return
         blocks = [each.block for each in shared.values()]
-        if _let_go(blocks, self._process, self.busy):
+        was_lost = _let_go(blocks, self._process, self.busy, self._about)
+        if was_lost is None:
+            _stuck.append((blocks, self._words))
+            return
+        if was_lost:
             text = "%s: the peer died before its device was done; tensors of it are lost"
             _log.error(text, self._about)
         for block in blocks:
