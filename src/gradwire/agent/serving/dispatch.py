@@ -127,7 +127,7 @@ class Dispatch:
         self._latency = LatencyEstimate()
         self._surroundings: Callable[[], AbstractContextManager[object]] | None = None
         self.is_forked = False
-        """whether this is a process that a served function has forked, or its program"""
+        """whether this process was forked from the worker"""
         self.inbound_requests: set[Source] = set()
         """those in the user lane that are queued or run, so that they can be cancelled"""
         self.user = ElasticPool(f"gradwire {name} user", threads)
@@ -220,10 +220,12 @@ class Dispatch:
             else:
                 began = time.monotonic()
                 registered.handler(message, payload, source)
-                if self.is_forked:
+                if self.is_forked and registered.pool is not None:
                     leave_fork(None)
         except BaseException as error:  # the peer must be told of any failure
-            if self.is_forked:
+            # Not in the control lane, which runs no user code: it may run on the program's main
+            # thread, where a signal handler has forked, and the program goes on in the child.
+            if self.is_forked and registered.pool is not None:
                 leave_fork(error)
             self._on_error(source, error)
         finally:
