@@ -3,8 +3,8 @@
 It ties the parts of this layer together, and the Send and Recv nodes call it.
 
 Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
-so other holders of the buffer may write to it. The last gradients of a run are the exception: they
-are sent after the engine has returned, and no node runs between.
+so other holders of the buffer may write to it. Gradients that `Participant.send_last` holds back
+are the exception: they are sent after the engine has returned, and no node runs between.
 """
 
 from __future__ import annotations
@@ -158,6 +158,10 @@ class Engine:
             self.contexts.find(id)  # raises: to go on without it would cut the graph
         return context
 
+    def left(self, crossings: Sequence[Crossing]) -> None:
+        """Their message has left: make the Sends, while the peer works."""
+        self.edges.make_sends([crossed.edge for crossed in crossings])
+
     def withdraw(self, crossings: Sequence[Crossing]) -> None:
         """The message did not leave: forget its crossings."""
         self.edges.withdraw([crossed.edge for crossed in crossings])
@@ -172,8 +176,8 @@ class Engine:
     def wait_for_gradients(self, end: EdgeEnd) -> Sequence[torch.Tensor | None]:
         """Called by a Send: wait until its edge is settled, and take its gradients."""
         active, edge = self.passes.of_run(current_run()) or self._begin_native(end), end.edge
-        if active.not_started and isinstance(active, CoordinatedPass):  # it is about to wait
-            self.coordinator.send_starts(active, active.take_not_started())
+        if isinstance(active, CoordinatedPass):
+            self.coordinator.about_to_wait(active)
         if not active.has_come(edge):
             check_order(self.edges, end, active.edges_sent)
             has_come = partial(active.has_come, edge)
@@ -216,8 +220,8 @@ class Engine:
         """Called by a Recv: send the gradients of its edge, unless nothing behind it is needed.
 
         `backward(inputs=[received])` runs the Recv only so that its tensor gets a gradient. If the
-        last gradients of a participant go to the coordinator, they are sent after the engine has
-        returned, and also serve as RunDone. Under create_graph a gradient gets an edge of its own.
+        last gradients of a participant go to the coordinator, they also serve as RunDone. Under
+        create_graph a gradient gets an edge of its own.
         """
         active = self.passes.of_run(current_run()) or self._begin_native(end)
         edge, peer = end.edge, end.peer
@@ -230,6 +234,8 @@ class Engine:
         grad = torch.is_grad_enabled()
         crossings = self.attach_send(end.context, peer, present) if grad else []
         try:
+            if crossings:  # before the tensors may change
+                self.left(crossings)
             if are_on_cpu(present):
                 headers, payload = encode_tensors(present, self.limits)
             else:
@@ -247,7 +253,7 @@ class Engine:
             if isinstance(active, CoordinatedPass):
                 self.coordinator.send(active, peer, message, payload)
             elif active.is_last() and peer == active.id.worker:
-                active.held = message, payload  # sent by Participant._tell_done
+                self._participant.send_last(active, recv, message, payload)
             else:
                 self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
         except BaseException:

@@ -195,6 +195,9 @@ class CoordinatedPass(ActivePass):
     outer: list[Nested] | None = None
     """the nested passes of the outer backward, if there is one"""
 
+    watch_rest: Callable[[], None] | None = None
+    """logs changes to the leaves behind Sends: called by the first Send, while gradients come"""
+
     def __init__(
         self,
         id: PassId,
@@ -228,6 +231,8 @@ class ParticipantPass(ActivePass):
     undo_log: UndoLog | None = None
     held: tuple[Gradients, Sequence[Buffer]] | None = None
     """the last gradients of the run, held back until the engine has returned"""
+    is_told = False
+    """whether they were sent, so that the coordinator takes this run for over"""
     _leaves, _run_over, is_started = 0, False, False
 
     def starts(self) -> bool:

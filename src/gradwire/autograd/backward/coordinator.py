@@ -24,6 +24,7 @@ from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import NOTHING, Lineage, by_worker, one, to_wire, union
+from gradwire.autograd.graph.walk import node_of
 from gradwire.autograd.messages import Gradients, HasEnded, PassEnded, QueryPass, RunDone, Start
 from gradwire.autograd.modes import current_modes
 from gradwire.autograd.undo.leaf import LeafLocks
@@ -106,12 +107,19 @@ class Coordinator:
         """Differentiate the roots into the context's map, on every worker."""
         undo_log = UndoLog(self._locks, context)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        recvs = engine_run.number_nodes(nodes)
-        reached = engine_run.reached_from(nodes)
+        recvs, leaves = engine_run.number_nodes(nodes)
+        if engine_run.may_have_ddp():
+            reached = engine_run.reached_from(nodes)
+        else:
+            reached = engine_run.Reached(recvs, leaves, [], [])
+
+        def watch_rest() -> None:
+            rest = engine_run.reached_from(engine_run.behind(recvs)).accumulators
+            undo_log.watch(set(rest).difference(reached.accumulators))
 
         def on_start() -> None:  # the lineages of these contain those of the Recvs behind them
             lineages = [end_of(recv).origin.lineage for recv in recvs]
-            self._begin(context, union(lineages), timeout)
+            self._begin(context, union(lineages), timeout).watch_rest = watch_rest
 
         try:
             with span("gradwire backward of %s", context):
@@ -142,7 +150,8 @@ class Coordinator:
         mine = theirs.pop(self._me, NOTHING)
         sends = self._edges.sends_in(mine, theirs, self._agent.directory.name)
         if is_partial:
-            mine = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
+            token_of = self._edges.token_of
+            mine = union([one(sent.edge) for sent in sends if will_execute(node_of(token_of(sent)))])
             needed = to_wire(mine)
         active = self._passes.begin(context, current_run(), theirs, timeout)
         EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
@@ -183,10 +192,14 @@ class Coordinator:
             if worker != peer:
                 self._send_start(active, worker)
 
-    def send_starts(self, active: CoordinatedPass, workers: Sequence[WorkerId]) -> None:
-        """Send a Start to these participants."""
-        for worker in workers:
-            self._send_start(active, worker)
+    def about_to_wait(self, active: CoordinatedPass) -> None:
+        """A Send waits, or the run is over: send the Starts that were not sent."""
+        if active.not_started:
+            for worker in active.take_not_started():
+                self._send_start(active, worker)
+        if active.watch_rest is not None:
+            watch, active.watch_rest = active.watch_rest, None
+            watch()
 
     def _send_start(self, active: CoordinatedPass, worker: WorkerId) -> None:
         start = self._start(active, worker, None)
@@ -200,7 +213,7 @@ class Coordinator:
         """The run here is over: wait for the participants, then let them keep their changes."""
         try:
             if active.not_started:
-                self.send_starts(active, active.take_not_started())
+                self.about_to_wait(active)
             for worker in active.unfinished():  # on its channel, so that this thread can read it
                 is_through = partial(active.is_through, worker)
                 self._agent.wait(worker, is_through, partial(active.sleep_until, is_through))

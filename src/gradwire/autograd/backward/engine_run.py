@@ -99,6 +99,12 @@ def reached_from(nodes: Iterable[Node]) -> Reached:
     return Reached(*found.values())
 
 
+def behind(recvs: Iterable[Node]) -> list[Node]:
+    """The nodes of the links of these Recvs: every other node behind a Recv is behind a Send."""
+    links = [recv.next_functions[end_of(recv).count + 1 :] for recv in recvs]
+    return [node for inputs in links for node, _ in inputs if node is not None]
+
+
 def may_be_counted(reached: Reached) -> bool:
     """Whether the last gradients of a run may be held until it is over, and announce its end.
 
@@ -106,10 +112,11 @@ def may_be_counted(reached: Reached) -> bool:
     """
     if reached.checkpoints or reached.sinks or len(reached.accumulators) > _FEW_LEAVES:
         return False
-    return not reached.accumulators or not _may_have_ddp()
+    return not reached.accumulators or not may_have_ddp()
 
 
-def _may_have_ddp() -> bool:
+def may_have_ddp() -> bool:
+    """Whether DDP may run callbacks at the end of a run."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -145,7 +152,8 @@ def execute(
     these, and leaves keep nothing: the undo log is for the backwards that Functions run on the way.
     `checkpoints` says whether reentrant checkpoints may run in passes that begin inside this run.
     """
-    watched = undo_log.watch(reached.accumulators) if reached is not None else []
+    if reached is not None:
+        undo_log.watch(reached.accumulators)
     refused, this_thread.refuses_checkpoints = this_thread.refuses_checkpoints, not checkpoints
     inputs = None
     try:
@@ -162,7 +170,7 @@ def execute(
         raise
     finally:
         this_thread.refuses_checkpoints = refused
-        undo_log.unwatch(watched)
+        undo_log.unwatch()
 
 
 def lets_checkpoints_run() -> bool:
@@ -173,7 +181,7 @@ def lets_checkpoints_run() -> bool:
 def _begin(reached: Reached | None, undo_log: UndoLog, on_start: OnStart) -> None:
     undo_log.enter()
     on_start()
-    if reached and (reached.sinks or (reached.accumulators and _may_have_ddp())):
+    if reached and (reached.sinks or (reached.accumulators and may_have_ddp())):
         executed = [sink for sink in reached.sinks if will_execute(sink)]
         unused = [leaf for sink in executed for leaf in replica_parameters(sink)]
         undo_log.reopen_at_end(unused)
@@ -278,7 +286,7 @@ def _run_of_python(start: Callable[..., Any], roots: Any, args: Any, kwargs: Any
     if this_thread.is_ordered or any_received():
         if this_thread.has_leftovers and current_run() == NO_RUN:
             drain()  # before numbers change: the queue must not be out of order
-        recvs = number_nodes(root_nodes(roots))
+        recvs, _ = number_nodes(root_nodes(roots))
         if recvs or this_thread.is_ordered:
             with ordered(recvs):
                 return _run_as_nested(start, roots, args, kwargs)
@@ -317,7 +325,8 @@ def _run_inside(
 ) -> Any:  # noqa: ANN401
     """The arguments are those of torch's engine."""
     undo_log = outer.inside()
-    watched = undo_log.watch(_accumulators(roots, inputs)) if accumulate_grad else []
+    if accumulate_grad:
+        undo_log.watch(_accumulators(roots, inputs))
     first, last = (_start.leaf if accumulate_grad else _start.view), _start.leaf
     try:
         _start.pending.append(undo_log.enter)
@@ -332,7 +341,7 @@ def _run_inside(
         )
     finally:
         _start.pending.clear()  # the run may have failed before its first node
-        undo_log.unwatch(watched)
+        undo_log.unwatch()
     return captured if accumulate_grad else captured[:-1]
 
 
@@ -351,11 +360,15 @@ def _accumulators(tensors: Sequence[_TensorOrEdge], inputs: Sequence[_TensorOrEd
 # -- the order of waiting; see the note of that name, graph/walk.py
 
 
-def number_nodes(roots: Iterable[Node]) -> list[Node]:
-    """Lift the nodes from these to the first Recvs, which are returned, above their depths."""
+def number_nodes(roots: Iterable[Node]) -> tuple[list[Node], list[Node]]:
+    """Lift the nodes from these to the first Recvs above their depths.
+
+    Returns these Recvs, and the accumulators that were met on the way.
+    """
     depths: dict[Any, int] = {None: 0}  # an input that needs no gradient has no node
     todo: list[Any] = []
     recvs: list[Any] = []
+    accumulators: list[Any] = []
     for root in roots:
         (recvs if type(root) is RECV else todo).append(root)
     while todo:
@@ -368,7 +381,10 @@ def number_nodes(roots: Iterable[Node]) -> list[Node]:
                     if kind is RECV:
                         recvs.append(behind)
                         known = depths[behind] = end_of(behind).origin.depth
-                    elif kind is not AccumulateGrad:
+                    elif kind is AccumulateGrad:
+                        accumulators.append(behind)
+                        depths[behind] = 0
+                    else:
                         todo.append(behind)
                 depth = max(depth, known)
             if len(todo) > count:
@@ -377,7 +393,7 @@ def number_nodes(roots: Iterable[Node]) -> list[Node]:
                 lift(node, depth)
             depths[node] = depth
         todo.pop()
-    return recvs
+    return recvs, accumulators
 
 
 @final

@@ -18,7 +18,7 @@ results would wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
@@ -37,14 +37,15 @@ from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
 from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, one, union
-from gradwire.autograd.messages import RunDone, Start
+from gradwire.autograd.graph.walk import node_of
+from gradwire.autograd.messages import Gradients, RunDone, Start
 from gradwire.autograd.modes import in_modes
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId
-from gradwire.torch_private import NOTHING, is_recording, recording, span, will_execute
-from gradwire.wire.message import Message
+from gradwire.torch_private import NOTHING, Node, is_recording, recording, span, will_execute
+from gradwire.wire.message import Buffer, Message
 
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
@@ -182,12 +183,31 @@ class Participant:
                 self._passes.withdraw(active.held[0], active.id.worker)
         return False
 
+    def send_last(
+        self, active: ParticipantPass, recv: Node, message: Gradients, payload: Sequence[Buffer]
+    ) -> None:
+        """Send the last gradients of a run, which tell the coordinator that it is over.
+
+        If the run has changed leaves, or a hook or a callback of the user's still runs, they are
+        held back until the engine has returned: an error must end the pass, and revert the changes.
+        """
+        undo_log, deadline = active.undo_log, active.deadline
+        assert undo_log is not None, "its run has begun"
+        if undo_log.has_changed or undo_log.is_reopened or recv.is_hooked:  # type: ignore[attr-defined]
+            active.held = message, payload
+            return
+        last = replace(message, last=True)
+        self._agent.tell(active.id.worker, last, payload, deadline=deadline, phase="backward")
+        active.is_told = True
+
     def _tell_done(self, active: ParticipantPass) -> None:
         """Tell the coordinator. If the run has changed nothing, the pass is over here."""
         assert active.undo_log is not None, "its run is over"
         has_changed = active.undo_log.has_changed
         if not has_changed:
             self._passes.over(active)
+        if active.is_told:
+            return
         last, payload = active.held or (None, ())
         done: Message = RunDone(active.id, has_changed)
         if last is not None:
@@ -231,7 +251,9 @@ class Participant:
     ) -> None:
         if not sends:
             return
-        reached = engine_run.reached_from([sent.node for sent in sends])
+        tokens = [*map(self._edges.token_of, sends)]
+        nodes = [*map(node_of, tokens)]
+        reached = engine_run.reached_from(nodes)
         counted, anchors = reached.accumulators, None
         if start.needed is not None:
             needed = from_wire(start.needed)
@@ -248,11 +270,10 @@ class Participant:
 
         mode: AbstractContextManager[object] = NOTHING
         if start.modes is not None:
-            nodes = [sent.node for sent in sends]
             mode = in_modes(start.modes, nodes, self._agent.directory.me.name)
         with mode, span("gradwire backward %s", active):
             engine_run.execute(
-                tuple([sent.token for sent in sends]),
+                tuple(tokens),
                 None,
                 anchors,
                 undo_log,

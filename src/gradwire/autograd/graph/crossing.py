@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,12 @@ from gradwire.autograd.graph.walk import (
     Origin,
     lift_this_thread,
     node_of,
-    origin_behind,
+    origin_of,
     set_origin,
 )
 from gradwire.autograd.messages import Crossing
 from gradwire.current import UserLine
-from gradwire.errors import BadMessage, ContextClosed
+from gradwire.errors import BadMessage, ContextClosed, UsageError
 from gradwire.ids import ContextId, EdgeId, WorkerId
 from gradwire.torch_private import (
     Node,
@@ -151,7 +152,16 @@ class Recv(Function):
 
 
 named_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
-RECV = named_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
+RECV: Any = named_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
+
+
+def _register_hook(recv: Any, hook: Callable[..., Any]) -> Any:  # noqa: ANN401
+    """As torch's, and note that a hook of the user's runs after this Recv."""
+    recv.is_hooked = True
+    return super(RECV, recv).register_hook(hook)
+
+
+RECV.is_hooked, RECV.register_hook = False, _register_hook
 
 
 class Joined(Function):
@@ -191,27 +201,42 @@ def leave(
     if not is_recording():
         with recording():
             return leave(edges, engine, context, peer, places, tensors, made_at, line, homes_of)
-    leaving, held, size, homes = [], [], 0, None
+    leaving, size, homes = [], 0, None
     for place in places:
         tensor = tensors[place]
         size += tensor.numel() * tensor.itemsize
-        if tensor.is_leaf:
-            held.append(with_accumulator(tensor))
         if not tensor.is_cpu:  # See Note [The stream of a Send]
             assert homes_of is not None
             homes = homes or homes_of([tensors[place] for place in places])
             if tensor.layout is torch.strided:  # others have no views
                 tensor = tensor.view_as(tensor)
         leaving.append(tensor)
-    edge = edges.next_edge()
-    token = _send(EdgeEnd(engine, context, edge, peer, homes=homes), *leaving)
-    del held
-    node = token.grad_fn
-    origin = origin_behind(node)
+    nodes = [tensor.grad_fn for tensor in leaving]
+    edge, origin = edges.next_edge(), origin_of(nodes)
     lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
-    set_sequence_number(node, depth)
-    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, size, made_at, line)
+    end = EdgeEnd(engine, context, edge, peer, homes=homes)
+    make = partial(_make_send, end, leaving, nodes, depth)
+    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, make, size, made_at, line)
     return Crossing(edge, depth, to_wire(lineage), places)
+
+
+def _make_send(
+    end: EdgeEnd, leaving: list[torch.Tensor], nodes: list[Node | None], depth: int
+) -> torch.Tensor:
+    """The token of a Send. See Note [Sends are made late], edges.py."""
+    if not is_recording():
+        with recording():
+            return _make_send(end, leaving, nodes, depth)
+    held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
+    token: torch.Tensor = _send(end, *leaving)
+    del held
+    if token.grad_fn is None or [tensor.grad_fn for tensor in leaving] != nodes:
+        raise UsageError(
+            f"a tensor was changed by another thread while it was sent by {end.edge}",
+            hint="send a clone of a tensor that other threads change in place",
+        )
+    set_sequence_number(token.grad_fn, depth)
+    return token
 
 
 def arrive(
@@ -254,12 +279,12 @@ def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
     if first is not None:
         behind = first.lineage
         if mine.items() <= behind.items() or not minus(mine, behind):  # most often equal
-            return [first.token]  # it depends on the rest
+            return [edges.token_of(first)]  # it depends on the rest
     if not edges.has_sent(top):
         raise BadMessage(f"a lineage names edges of worker {edges.me} that never left it")
     join = next((join for join in reversed(edges.joins) if not minus(join.edges, mine)), None)
     tops = _maximal(edges, minus(mine, join.edges) if join else mine)
-    tokens = [top.token for top in tops]
+    tokens = [edges.token_of(top) for top in tops]
     depth = max((top.depth for top in tops), default=0)
     if join is not None and minus(join.edges, union([top.lineage for top in tops])):
         tokens.append(join.token)

@@ -61,7 +61,8 @@ class UndoLog:
     run = NO_RUN
     inner = _stuck = 0
     """how many entries belong to backwards inside the run; how many could not be reverted"""
-    _is_reopened = False
+    is_reopened = False
+    """whether leaves are opened again at the end of the run, for callbacks"""
 
     def __init__(
         self, locks: LeafLocks, context: Context | None, outer: UndoLog | None = None
@@ -72,6 +73,7 @@ class UndoLog:
         """the undo log of the run around it, for a backward that a Function runs"""
         self.entries: list[LeafEntry] = []
         """of the leaves that the run has touched, in order"""
+        self._watched: list[LeafEntry] = []
         self.nested: list[Nested] = []
         """the passes that have ended well in backwards inside the run"""
         self.parked: list[LeafEntry] = []
@@ -96,19 +98,18 @@ class UndoLog:
         self.run = current_run()
         _by_run[self.run] = self
 
-    def watch(self, accumulators: Iterable[Node]) -> list[LeafEntry]:
+    def watch(self, accumulators: Iterable[Node]) -> None:
         """Log what these nodes do in the run, until `unwatch`."""
-        watched = []
         for node in accumulators:
             leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
             entry = LeafEntry(self, self._locks.of(leaf))
             entry.watch(node)
-            watched.append(entry)
-        return watched
+            self._watched.append(entry)
 
-    def unwatch(self, watched: list[LeafEntry]) -> None:
+    def unwatch(self) -> None:
         """The run is over."""
         _by_run.pop(self.run, None)
+        watched, self._watched = self._watched, []
         for entry in (*self.entries, *watched):  # guests that are open are only in the last
             if entry.is_open:  # it was reopened, or a hook raised between `before` and `after`
                 entry.close()
@@ -142,8 +143,8 @@ class UndoLog:
 
     def reopen_at_end(self, others: Iterable[torch.Tensor] = ()) -> None:
         """Open all leaves of the run, and `others`, before callbacks that are queued after this."""
-        if not self._is_reopened and self.outer is None:
-            self._is_reopened = True
+        if not self.is_reopened and self.outer is None:
+            self.is_reopened = True
             when_run_ends(partial(self._reopen, others))
 
     def _reopen(self, others: Iterable[torch.Tensor]) -> None:

@@ -294,6 +294,15 @@ class Calls:
         except BaseException:
             self._undo_send(to, size if counted else 0, packed, record)
             raise
+        if body.crossings:
+            try:
+                self._engine.left(body.crossings)
+            except BaseException as error:  # the call runs there, and nobody waits for it
+                self._agent.cancel(promise, f"its caller raised {error!r}")
+                self._window.give_back(to, size)
+                if record is not None:
+                    record.recorded.failed()
+                raise
         if body.released:
             self._engine.releases.rode(to, body.released)
         recorded = record and record.sent(promise, self._agent)
