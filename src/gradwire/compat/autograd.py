@@ -39,8 +39,8 @@ class DistAutogradContext:
         return self._context.id
 
     def _send_functions(self) -> dict[int, Node]:
-        node = lambda sent: node_of(self._edges.token_of(sent))  # noqa: E731
-        return {_as_int(sent.edge.worker, sent.edge.n): node(sent) for sent in self._sent()}
+        tokens = [(sent.edge, self._edges.token_of(sent)) for sent in self._sent()]
+        return {_as_int(edge.worker, edge.n): node_of(token) for edge, token in tokens}
 
     def _recv_functions(self) -> dict[int, Node]:
         received = self._edges.received

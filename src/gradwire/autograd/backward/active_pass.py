@@ -27,6 +27,7 @@ from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BackwardTimeout, BadMessage
 from gradwire.ids import EdgeId, PassId, WorkerId
+from gradwire.torch_private import Node
 from gradwire.wire.message import Buffer
 
 Settlement = tuple[Gradients, Payload, WorkerId]
@@ -189,8 +190,8 @@ class ActivePass:
 class CoordinatedPass(ActivePass):
     """A pass on the worker where it began."""
 
-    start: Start
-    """what is sent to each participant, but for its edges, the time left and the first gradients"""
+    start: Callable[..., Start]
+    """what to send to a participant, given its edges, the time left and the first gradients"""
 
     outer: list[Nested] | None = None
     """the nested passes of the outer backward, if there is one"""
@@ -259,6 +260,15 @@ class ParticipantPass(ActivePass):
         if not self._state.recv_through() or self.undo_log is None:
             return False
         return len(self.undo_log.entries) - self.undo_log.inner == self._leaves
+
+    def may_change(self, recv: Node) -> bool:
+        """The last Recv runs: whether an error behind it could still revert something.
+
+        Leaves were changed, or a hook or a callback of the user's is still to come: so the last
+        gradients, which tell the coordinator that the run is over, wait for the engine to return.
+        """
+        log = self.undo_log
+        return log is None or log.has_changed or log.is_reopened or recv.is_hooked  # type: ignore[attr-defined]
 
     def run_over(self) -> bool:
         """The engine has returned or raised. Whether the pass has failed meanwhile."""

@@ -11,7 +11,6 @@ from functools import partial
 from typing import final
 
 import torch
-from msgspec.structs import replace
 
 from gradwire.agent.agent import Agent
 from gradwire.agent.remote_errors import fresh
@@ -151,25 +150,25 @@ class Coordinator:
         sends = self._edges.sends_in(mine, theirs, self._agent.directory.name)
         if is_partial:
             token_of = self._edges.token_of
-            mine = union([one(sent.edge) for sent in sends if will_execute(node_of(token_of(sent)))])
+            mine = union(
+                [one(sent.edge) for sent in sends if will_execute(node_of(token_of(sent)))]
+            )
             needed = to_wire(mine)
         active = self._passes.begin(context, current_run(), theirs, timeout)
         EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))
         if self._rollbacks or self._broken:
             self._check_participants(active)
         active.mine, active.is_partial = mine, is_partial
-        active.start = Start(
+        active.start = partial(
+            Start,
             active.id,
             self._passes.floor,
             None if context is None else context.id,
-            {},
-            needed,
-            keeps_graph(),
-            torch.is_grad_enabled(),
-            0.0,
-            None,
-            current_modes() if has_modes() else None,
-            engine_run.lets_checkpoints_run(),
+            needed=needed,
+            retain_graph=keeps_graph(),
+            create_graph=torch.is_grad_enabled(),
+            modes=current_modes() if has_modes() else None,
+            checkpoints=engine_run.lets_checkpoints_run(),
         )
         if context is not None:
             context.called.update(active.participants)  # they hear when it is closed
@@ -207,7 +206,7 @@ class Coordinator:
 
     def _start(self, active: CoordinatedPass, worker: WorkerId, first: Gradients | None) -> Start:
         edges, left = to_wire(active.edges[worker]), active.deadline - self._agent.clock.now()
-        return replace(active.start, edges=edges, seconds=left, first=first)
+        return active.start(edges=edges, seconds=left, first=first)
 
     def finish(self, active: CoordinatedPass) -> None:
         """The run here is over: wait for the participants, then let them keep their changes."""

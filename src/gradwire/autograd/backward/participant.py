@@ -18,10 +18,10 @@ results would wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from msgspec.structs import replace
 
@@ -37,15 +37,14 @@ from gradwire.autograd.graph.context import Context, Contexts
 from gradwire.autograd.graph.crossing import anchor_of, check_gradients, end_of
 from gradwire.autograd.graph.edges import Edges, Sent
 from gradwire.autograd.graph.lineage import from_wire, meets, minus, of_worker, one, union
-from gradwire.autograd.graph.walk import node_of
-from gradwire.autograd.messages import Gradients, RunDone, Start
+from gradwire.autograd.messages import RunDone, Start
 from gradwire.autograd.modes import in_modes
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BadMessage, ContextClosed, GradwireError, OverLimit, PeerLost
 from gradwire.ids import ContextId, PassId, WorkerId
-from gradwire.torch_private import NOTHING, Node, is_recording, recording, span, will_execute
-from gradwire.wire.message import Buffer, Message
+from gradwire.torch_private import NOTHING, is_recording, recording, span, will_execute
+from gradwire.wire.message import Message
 
 _NO_CHECKPOINTS = (
     "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an "
@@ -183,23 +182,6 @@ class Participant:
                 self._passes.withdraw(active.held[0], active.id.worker)
         return False
 
-    def send_last(
-        self, active: ParticipantPass, recv: Node, message: Gradients, payload: Sequence[Buffer]
-    ) -> None:
-        """Send the last gradients of a run, which tell the coordinator that it is over.
-
-        If the run has changed leaves, or a hook or a callback of the user's still runs, they are
-        held back until the engine has returned: an error must end the pass, and revert the changes.
-        """
-        undo_log, deadline = active.undo_log, active.deadline
-        assert undo_log is not None, "its run has begun"
-        if undo_log.has_changed or undo_log.is_reopened or recv.is_hooked:  # type: ignore[attr-defined]
-            active.held = message, payload
-            return
-        last = replace(message, last=True)
-        self._agent.tell(active.id.worker, last, payload, deadline=deadline, phase="backward")
-        active.is_told = True
-
     def _tell_done(self, active: ParticipantPass) -> None:
         """Tell the coordinator. If the run has changed nothing, the pass is over here."""
         assert active.undo_log is not None, "its run is over"
@@ -211,7 +193,7 @@ class Participant:
         last, payload = active.held or (None, ())
         done: Message = RunDone(active.id, has_changed)
         if last is not None:
-            done = replace(last, last=True, has_changed=has_changed)
+            done = replace(last, has_changed=has_changed)
         deadline = active.deadline
         self._agent.tell(active.id.worker, done, payload, deadline=deadline, phase="backward")
 
@@ -252,7 +234,7 @@ class Participant:
         if not sends:
             return
         tokens = [*map(self._edges.token_of, sends)]
-        nodes = [*map(node_of, tokens)]
+        nodes: list[Any] = [token.grad_fn for token in tokens]
         reached = engine_run.reached_from(nodes)
         counted, anchors = reached.accumulators, None
         if start.needed is not None:

@@ -96,8 +96,11 @@ class PassTable:
         if floor is not None and floor > self._floors.get(worker, 0):
             with self._lock:
                 self._floors[worker] = floor
-                if worker in self._ended:
-                    self._ended[worker] = {n for n in self._ended[worker] if n >= floor}
+                ended = self._ended.get(worker)
+                if ended and max(ended) < floor:  # most often
+                    ended.clear()
+                elif ended:
+                    self._ended[worker] = {n for n in ended if n >= floor}
         active = self._by_id.get(id) or self._maybe_new(id, deadline)
         if active is not None and deadline is not None and active.deadline != deadline:
             active.deadline = deadline

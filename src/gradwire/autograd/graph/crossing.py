@@ -214,25 +214,25 @@ def leave(
     nodes = [tensor.grad_fn for tensor in leaving]
     edge, origin = edges.next_edge(), origin_of(nodes)
     lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
-    end = EdgeEnd(engine, context, edge, peer, homes=homes)
+    end = engine, context, edge, peer, FROM_HERE, 0, homes
     make = partial(_make_send, end, leaving, nodes, depth)
     edges.sent[edge.n] = Sent(edge, peer, lineage, depth, make, size, made_at, line)
     return Crossing(edge, depth, to_wire(lineage), places)
 
 
 def _make_send(
-    end: EdgeEnd, leaving: list[torch.Tensor], nodes: list[Node | None], depth: int
+    end: tuple[Any, ...], leaving: list[torch.Tensor], nodes: list[Node | None], depth: int
 ) -> torch.Tensor:
     """The token of a Send. See Note [Sends are made late], edges.py."""
     if not is_recording():
         with recording():
             return _make_send(end, leaving, nodes, depth)
     held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
-    token: torch.Tensor = _send(end, *leaving)
+    token: torch.Tensor = _send(made := EdgeEnd(*end), *leaving)
     del held
     if token.grad_fn is None or [tensor.grad_fn for tensor in leaving] != nodes:
         raise UsageError(
-            f"a tensor was changed by another thread while it was sent by {end.edge}",
+            f"a tensor was changed by another thread while it was sent by {made.edge}",
             hint="send a clone of a tensor that other threads change in place",
         )
     set_sequence_number(token.grad_fn, depth)

@@ -38,7 +38,7 @@ from gradwire.agent.serving.peer_limits import over
 from gradwire.autograd.graph.lineage import Lineage, meets, numbers, one, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.current import UserLine
-from gradwire.errors import BadMessage, PeerLost
+from gradwire.errors import BadMessage, PeerLost, UsageError
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.torch_private import Node
 
@@ -184,8 +184,11 @@ class Edges:
         """Their message has left, or is about to: see Note [Sends are made late]."""
         for edge in edges:
             sent = self.sent.get(edge.n)
-            if sent is not None:  # it may have been released at once
-                self.token_of(sent)
+            try:
+                if sent is not None:  # it may have been released at once
+                    self.token_of(sent)
+            except UsageError:
+                continue  # it is raised again where the token is needed
 
     def has_sent(self, n: int) -> bool:
         """Whether an edge of this number was made, by this incarnation."""
