@@ -247,7 +247,7 @@ class Engine:
         try:
             if isinstance(active, CoordinatedPass):
                 self.coordinator.send(active, peer, message, payload)
-            elif is_last and active.may_change(recv):
+            elif is_last and active.is_undecided(recv):
                 active.held = message, payload  # sent by Participant._tell_done
             else:
                 active.is_told = is_last

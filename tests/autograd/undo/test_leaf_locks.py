@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -51,3 +53,18 @@ def test_threads_that_meet_at_a_new_leaf_share_its_lock():
         thread.join(10)
 
     assert len(set(map(id, found))) == 1
+
+
+def test_in_a_fork_no_leaf_is_held_by_a_thread_of_the_parent():
+    """An error that leaves a backward there reverts what that has added, and must not wait."""
+    locks, leaf = LeafLocks(), torch.ones(2, requires_grad=True)
+    record = locks.of(leaf)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(record.wait).result()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if record.lock.acquire(False) else 1)
+        _, status = os.waitpid(child, 0)
+        pool.submit(record.lock.release).result()
+
+    assert os.waitstatus_to_exitcode(status) == 0

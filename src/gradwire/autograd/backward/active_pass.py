@@ -261,14 +261,17 @@ class ParticipantPass(ActivePass):
             return False
         return len(self.undo_log.entries) - self.undo_log.inner == self._leaves
 
-    def may_change(self, recv: Node) -> bool:
-        """The last Recv runs: whether an error behind it could still revert something.
+    def is_undecided(self, recv: Node) -> bool:
+        """The last Recv runs: whether the outcome of the run is still open.
 
-        Leaves were changed, or a hook or a callback of the user's is still to come: so the last
-        gradients, which tell the coordinator that the run is over, wait for the engine to return.
+        The pass has failed here, or an error could still come that must end it: leaves were
+        changed, or a hook or a callback of the user's is to run. So the last gradients, which tell
+        the coordinator that the run is over, wait for the engine to return.
         """
         log = self.undo_log
-        return log is None or log.has_changed or log.is_reopened or recv.is_hooked  # type: ignore[attr-defined]
+        if log is None or log.has_changed or log.is_reopened:
+            return True
+        return self.error is not None or recv.is_hooked  # type: ignore[attr-defined]
 
     def run_over(self) -> bool:
         """The engine has returned or raised. Whether the pass has failed meanwhile."""

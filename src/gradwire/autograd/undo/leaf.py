@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 
 from gradwire.errors import BackwardTimeout
+from gradwire.threads import call_after_fork, renew_after_fork
 
 if TYPE_CHECKING:
     from gradwire.autograd.undo.leaf_entry import LeafEntry
@@ -64,6 +65,11 @@ class LeafLocks:
 
     def __init__(self) -> None:
         self._leaves: dict[int, Leaf] = {}
+        call_after_fork(self)
+
+    def forked(self) -> None:
+        """In a forked process: an error that ends a backward there reverts what it has added."""
+        renew_after_fork(*[leaf.lock for leaf in self._leaves.values()])
 
     def __len__(self) -> int:
         return len(self._leaves)
