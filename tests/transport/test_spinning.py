@@ -42,9 +42,26 @@ def test_it_stops_at_once_when_it_was_not_running():
     assert not spin.begin()
 
 
+def test_one_or_two_in_vain_do_not_stop_it():
+    time = Time(5e-6)
+    spin = Spin(time)
+    for _ in range(20):
+        assert looks(spin)
+        assert looks(spin)
+        assert spin.begin()
+        spin.found()
+
+    assert looks(spin)
+    assert looks(spin)
+    assert looks(spin)
+    assert not spin.begin()
+
+
 def test_it_rests_longer_each_time_it_was_in_vain():
     time = Time(5e-6)
     spin = Spin(time)
+    assert looks(spin)
+    assert looks(spin)
     rests = []
     for _ in range(8):
         assert looks(spin)

@@ -1,7 +1,12 @@
 """The channels of one worker to its peers: dialled when first needed, kept until they end.
 
-Two workers that dial each other at once have two channels; either carries anything. readers.py
-decides which thread reads a channel, and passes its frames to `on_frame`.
+readers.py decides which thread reads a channel, and passes its frames to `on_frame`.
+
+Note [Two that dial each other]: two workers that dial each other at once have two channels. Either
+carries anything, but a thread that waits for a peer reads the channel on which it would send. If
+the two sent on different ones, the answers to one-way messages (the gradients of a pass) would be
+read by another thread, which has to wake the first: a pass took three times as long. So both use
+the one that the lower worker has dialled: while that one dials, it does not complete the other.
 
 Note [What was before a loss]: when one channel to a worker ends, all of them end, the worker counts
 as lost, and the layers above drop their state about it. No message from before a loss may meet
@@ -37,6 +42,9 @@ from gradwire.wire.message import Frame, Kinds, encode, kind_of
 
 _JOIN_SECONDS = 5.0
 _NOTICE_SECONDS = 1.0  # how long a reader may take to find the end of its channel
+_BOTH_DIAL_SECONDS = 0.5
+"""How long a peer that has dialled us waits for our own dialling. If it cannot reach us that way,
+its channel is the only one."""
 _HELLO = Kinds([Hello])
 _Losses = tuple[int, int] | None
 
@@ -108,7 +116,7 @@ class Connections:
         channels = self.channels.get(worker)
         if channels:
             return channels[0]
-        dial_lock = self._dial_locks.setdefault(worker, threading.RLock())
+        dial_lock = self._dial_lock(worker)
         left = min(max(0.0, deadline - self._clock.now()), threading.TIMEOUT_MAX)
         if not dial_lock.acquire(timeout=left):
             name = self._directory.name(worker)
@@ -119,7 +127,8 @@ class Connections:
                 if channels:
                     return channels[0]
                 try:
-                    return self._dial(worker, deadline)
+                    dialled = self._dial(worker, deadline)
+                    return self.channels.get(worker, [dialled])[0]
                 except _LostMeanwhile:
                     if self._clock.now() >= deadline:
                         raise
@@ -208,8 +217,18 @@ class Connections:
         name = handshake.examine(channel, self._secret, self._job, me, until)
         self._acceptor.proven(channel)
         theirs = self._receive_hello(channel, name, until)
-        here = self._send_hello(channel, theirs.worker, until)
-        self._use(theirs.worker, channel, (here, theirs.losses))
+        worker, dial_lock, is_ours = theirs.worker, None, False
+        if self._directory.me.id < worker:  # see Note [Two that dial each other]
+            dial_lock = self._dial_lock(worker)
+            is_ours = dial_lock.acquire(timeout=_BOTH_DIAL_SECONDS)
+        try:
+            # Under the lock: once the Hello is there, the peer may complete what we have dialled.
+            with self._peer_lock(worker):
+                here = self._send_hello(channel, worker, until)
+                self._use(worker, channel, (here, theirs.losses))
+        finally:
+            if dial_lock is not None and is_ours:
+                dial_lock.release()
 
     def _send_hello(self, channel: Channel, peer: WorkerId, deadline: float) -> int:
         """Send our Hello; returns how often we have lost the peer, as the Hello says."""
@@ -246,6 +265,9 @@ class Connections:
                 self._their_losses[worker] = theirs.losses
                 self.hang_up(worker, PeerLost(f"{name} has ended its connections with us"))
         return theirs
+
+    def _dial_lock(self, worker: WorkerId) -> threading.RLock:
+        return self._dial_locks.setdefault(worker, threading.RLock())
 
     def _peer_lock(self, worker: WorkerId) -> threading.RLock:
         return self._peer_locks.setdefault(worker, threading.RLock())

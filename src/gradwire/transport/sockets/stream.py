@@ -31,6 +31,7 @@ SPIN_SECONDS: Final = 1e-3
 _DESCHEDULED_SECONDS: Final = 500e-6
 _REST_SECONDS: Final = 0.02
 _LONGEST_REST_SECONDS: Final = 0.1
+_VAIN_SPINS: Final = 3
 INTERRUPTED: Final = closed_here("interrupted in the middle of a message")
 
 
@@ -212,8 +213,10 @@ class Spin:
     """How long a reader polls the socket before it blocks.
 
     Waking a blocked thread costs more than a short call, so a reader first polls for a moment, if
-    that succeeded lately. On a busy machine the peer needs the core, and the reader is descheduled
-    between two polls: it then stops at once, and does not spin again for a while.
+    that succeeded lately. One or two spins in vain are no reason to stop: the machine may have been
+    slow for a moment, and a worker that blocks delays its next answers, so that its peer spins in
+    vain, too. On a busy machine the peer needs the core, and the reader is descheduled between two
+    polls: it then stops at once, and does not spin again for a while.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -221,6 +224,7 @@ class Spin:
         self._began = self._last = 0.0
         self._rest = _REST_SECONDS
         self._rests_until = 0.0
+        self._in_vain = 0
 
     def begin(self) -> bool:
         """Start a spin; returns whether to spin at all."""
@@ -228,16 +232,18 @@ class Spin:
         return now >= self._rests_until
 
     def should_continue(self) -> bool:
-        """Whether to poll once more. If not, disable spinning, with exponential backoff."""
+        """Whether to poll once more. If not, spinning may be disabled, with exponential backoff."""
         now = self._now()
         was_descheduled = now - self._last > _DESCHEDULED_SECONDS
         self._last = now
         if not was_descheduled and now - self._began <= SPIN_SECONDS:
             return True
-        self._rests_until = now + self._rest
-        self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
+        self._in_vain += 1
+        if was_descheduled or self._in_vain >= _VAIN_SPINS:
+            self._rests_until = now + self._rest
+            self._rest = min(2 * self._rest, _LONGEST_REST_SECONDS)
         return False
 
     def found(self) -> None:
         """The spin succeeded: bytes arrived."""
-        self._rest = _REST_SECONDS
+        self._rest, self._in_vain = _REST_SECONDS, 0
