@@ -23,7 +23,7 @@ from gradwire.autograd.messages import Release
 from gradwire.errors import DeadlinePassed, GradwireError
 from gradwire.ids import WorkerId
 
-_TICK_SECONDS = 0.03
+_TICK_SECONDS = 0.05
 _SECONDS = 0.5
 """How long a Release may take to leave; then it is sent again. Shutdown waits 1 s for threads."""
 _MOST = 1 << 16
@@ -48,6 +48,9 @@ class Releases:
         )
         """what a message takes along; say `rode` when it has left"""
         self._is_over = False
+        self._is_expected = False
+        """whether there was a Recv since the last tick: to stop the ticks of a loop of training
+        between two steps would wake the timer's thread in each step that begins them again"""
         self._late: set[WorkerId] = set()
         """whom the next tick tells, unless a message takes it along before"""
         agent.handle(Release, self._serve, Lane.SERVICE)
@@ -55,7 +58,7 @@ class Releases:
 
     def expect(self) -> None:
         """There is a Recv, or something to release: look again soon. hot: each message with one"""
-        timer = self._agent.timer
+        timer, self._is_expected = self._agent.timer, True
         if timer.armed - self._agent.clock.now() > _TICK_SECONDS:
             timer.need(self._agent.clock.now() + _TICK_SECONDS)
 
@@ -80,7 +83,8 @@ class Releases:
         if late := waiting & self._late:
             self._agent.dispatch.service.submit(partial(self.flush, late))
         self._late = waiting - late
-        return now + _TICK_SECONDS if waiting or self._edges.has_recvs() else None
+        goes_on, self._is_expected = self._is_expected or waiting or self._edges.has_recvs(), False
+        return now + _TICK_SECONDS if goes_on else None
 
     def flush(self, workers: set[WorkerId] | None = None) -> None:
         """Tell these workers, or all, what is queued for them."""
