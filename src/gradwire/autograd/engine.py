@@ -3,8 +3,8 @@
 It ties the parts of this layer together, and the Send and Recv nodes call it.
 
 Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
-so other holders of the buffer may write to it. Those that `ParticipantPass.held` holds back are the
-exception: they are sent after the engine has returned, and no node runs between.
+so other holders of the buffer may write to it. The last gradients of a run are the exception: they
+are sent after the engine has returned, and no node runs between.
 """
 
 from __future__ import annotations
@@ -48,14 +48,7 @@ from gradwire.errors import (
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
 from gradwire.torch_private import Node, current_run, is_batched
-from gradwire.wire.message import Buffer
-from gradwire.wire.tensor import (
-    TensorHeader,
-    are_on_cpu,
-    arrive_on_cpu,
-    decode_tensors,
-    encode_tensors,
-)
+from gradwire.wire.tensor import are_on_cpu, arrive_on_cpu, decode_tensors, encode_tensors
 
 _log = logging.getLogger("gradwire")
 _LONG_SECONDS, _MANY = 60.0, 100
@@ -165,10 +158,6 @@ class Engine:
             self.contexts.find(id)  # raises: to go on without it would cut the graph
         return context
 
-    def left(self, crossings: Sequence[Crossing]) -> None:
-        """Their message has left: make the Sends, while the peer works."""
-        self.edges.make_sends([crossed.edge for crossed in crossings])
-
     def withdraw(self, crossings: Sequence[Crossing]) -> None:
         """The message did not leave: forget its crossings."""
         self.edges.withdraw([crossed.edge for crossed in crossings])
@@ -227,8 +216,8 @@ class Engine:
         """Called by a Recv: send the gradients of its edge, unless nothing behind it is needed.
 
         `backward(inputs=[received])` runs the Recv only so that its tensor gets a gradient. If the
-        last gradients of a participant go to the coordinator, they also serve as RunDone. Under
-        create_graph a gradient gets an edge of its own.
+        last gradients of a participant go to the coordinator, they are sent after the engine has
+        returned, and also serve as RunDone. Under create_graph a gradient gets an edge of its own.
         """
         active = self.passes.of_run(current_run()) or self._begin_native(end)
         edge, peer = end.edge, end.peer
@@ -237,42 +226,32 @@ class Engine:
             return
         if not self.edges.is_alive(edge):
             raise self._gone(end)
-        headers, payload, crossings = self._encode_gradients(active, end, gradients)
-        is_done = isinstance(active, ParticipantPass) and active.is_last()
-        is_last = is_done and peer == active.id.worker
+        present = list(filter(_is_there, gradients))
+        grad = torch.is_grad_enabled()
+        crossings = self.attach_send(end.context, peer, present) if grad else []
+        try:
+            if are_on_cpu(present):
+                headers, payload = encode_tensors(present, self.limits)
+            else:
+                headers, payload = self.devices.encode(present, peer, active.deadline)
+        except BaseException as error:
+            self.withdraw(crossings)
+            if any(map(is_batched, present)):
+                raise _batched(edge) from error
+            raise
         there = list(map(_is_there, gradients))
-        message = Gradients(active.id, edge, there, headers, crossings, is_last)
+        message = Gradients(active.id, edge, there, headers, crossings)
         if self._agent.events.listeners:
             self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
         try:
             if isinstance(active, CoordinatedPass):
                 self.coordinator.send(active, peer, message, payload)
-            elif is_last and active.is_undecided(recv):
+            elif active.is_last() and peer == active.id.worker:
                 active.held = message, payload  # sent by Participant._tell_done
             else:
-                active.is_told = is_last
                 self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
         except BaseException:
             self.passes.withdraw(message, peer)
-            raise
-
-    def _encode_gradients(
-        self, active: AnyPass, end: EdgeEnd, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[list[TensorHeader], Sequence[Buffer], list[Crossing]]:
-        present, peer = list(filter(_is_there, gradients)), end.peer
-        crossings = []
-        if torch.is_grad_enabled():
-            crossings = self.attach_send(end.context, peer, present)
-        try:
-            if crossings:  # before the tensors may change
-                self.left(crossings)
-            if are_on_cpu(present):
-                return *encode_tensors(present, self.limits), crossings
-            return *self.devices.encode(present, peer, active.deadline), crossings
-        except BaseException as error:
-            self.withdraw(crossings)
-            if any(map(is_batched, present)):
-                raise _batched(end.edge) from error
             raise
 
     def _begin_native(self, end: EdgeEnd) -> AnyPass:

@@ -13,7 +13,6 @@ from gradwire.autograd.api import context, get_gradients
 from gradwire.autograd.api import release_context as _release_context
 from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.edges import Sent
-from gradwire.autograd.graph.walk import node_of
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_worker
 from gradwire.errors import GradwireError, RemoteError, UsageError
@@ -39,8 +38,7 @@ class DistAutogradContext:
         return self._context.id
 
     def _send_functions(self) -> dict[int, Node]:
-        tokens = [(sent.edge, self._edges.token_of(sent)) for sent in self._sent()]
-        return {_as_int(edge.worker, edge.n): node_of(token) for edge, token in tokens}
+        return {_as_int(sent.edge.worker, sent.edge.n): sent.node for sent in self._sent()}
 
     def _recv_functions(self) -> dict[int, Node]:
         received = self._edges.received

@@ -99,24 +99,26 @@ def test_both_send_by_the_same_channel():
         assert theirs[0].frames_received >= before[1] + 10
 
 
-def test_a_worker_that_cannot_be_dialled_is_still_reached(monkeypatch):
-    """Ours does not get through: the channel that the peer has dialled is used after a while."""
-    reached, connect = threading.Event(), Transports.connect
+@pytest.mark.parametrize("me", [0, 1])
+def test_one_that_connects_late_uses_what_the_other_has_dialled(monkeypatch, me):
+    """It does not wait for our connection, which may take long or fail."""
+    reached, connect, x = threading.Event(), Transports.connect, torch.ones(2)
 
-    def connect_to_w0_only(self, address, *args):
-        if address == "memory://w1":
-            reached.wait(SECONDS)
+    def connect_late(self, address, *args):
+        if address == f"memory://w{1 - me}":
+            assert reached.wait(SECONDS)
         return connect(self, address, *args)
 
-    monkeypatch.setattr(connections, "_BOTH_DIAL_SECONDS", 0.01)
-    monkeypatch.setattr(Transports, "connect", connect_to_w0_only)
+    monkeypatch.setattr(Transports, "connect", connect_late)
     with gradwire.testing.cluster(2) as workers:
+        late, other = workers[me], workers[1 - me]
         mine = threading.Thread(
-            target=workers[0].run, args=(gradwire.rpc_sync, "w1", torch.neg, (torch.ones(2),))
+            target=late.run, args=(gradwire.rpc_sync, other.name, torch.neg, (x,))
         )
         mine.start()
-        answer = workers[1].run(gradwire.rpc_sync, "w0", torch.neg, (torch.ones(2),), timeout=5)
+        answer = other.run(gradwire.rpc_sync, late.name, torch.neg, args=(x,), timeout=0.4)
         reached.set()
         mine.join(SECONDS)
 
-    assert torch.equal(answer, -torch.ones(2))
+        assert torch.equal(answer, -x)
+        assert len(channels_of(late, 1 - me)) == 1

@@ -122,34 +122,10 @@ def test_a_pass_over_a_worker_without_leaves_is_over_there_with_its_run(workers,
     assert workers[0].run(program)
 
 
-@pytest.mark.parametrize(("function", "is_running"), [(twice, True), (weighted, False)])
-def test_the_last_gradients_wait_for_the_end_of_a_run_that_has_changed_a_leaf(
-    workers, function, is_running
-):
-    passes, found = workers[1].worker.engine.passes, []
-
-    class Asking:
-        def send(self, to, channel, frame, deadline):
-            found.extend(active.is_running() for active in passes.all())
-            channel.send(frame, deadline)
-
-        def around(self, frame, registered, run):
-            return registered, run
-
-        def take_answer(self, take, worker, channel, frame):
-            take(worker, frame)
-
-    workers[1].worker.agent.interceptor = Asking()
-    x = torch.ones(2, requires_grad=True)
-    workers[0].run(lambda: gw.rpc_sync("w1", function, args=(x,)).sum().backward())
-
-    assert found == [is_running]
-
-
 @pytest.mark.parametrize("with_leaf", [False, True])
 @pytest.mark.parametrize("into_map", [False, True])
 def test_an_error_behind_the_last_gradients_of_a_run_is_raised(workers, into_map, with_leaf):
-    """If a hook runs behind them they leave when the run is over: nothing of it goes unheard."""
+    """The last gradients leave when the run is over, so that nothing of it goes unheard."""
     x = torch.ones(2, requires_grad=True)
 
     def program():

@@ -436,4 +436,4 @@ def test_what_another_thread_made_of_it_is_lifted_when_it_is_sent_on(edges):
     crossed = crossing.leave(edges, HOME, None, 1, [0], [made[-1]], 0.0, None)
 
     assert all(place(tensor) > DEPTH for tensor in made)
-    assert crossed.depth == sequence_number(edges.token_of(edges.sent[0]).grad_fn) == DEPTH + 1
+    assert crossed.depth == sequence_number(edges.sent[0].node) == DEPTH + 1

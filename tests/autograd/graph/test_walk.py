@@ -137,7 +137,7 @@ def test_sends_are_numbered_by_depth_and_everything_else_is_lifted_above_it(edge
     crossed = leave(edges, mixed)
     sent = edges.sent[crossed.edge.n]
 
-    assert sequence_number(edges.token_of(sent).grad_fn) == crossed.depth == 61
+    assert sequence_number(sent.node) == crossed.depth == 61
     assert sequence_number(mixed.grad_fn) > 60
     assert sequence_number(value.grad_fn) > 60
 

@@ -197,9 +197,7 @@ def test_a_run_that_finds_its_context_closed_is_not_remembered(workers):
         x = torch.ones(2, requires_grad=True)
         y = gw.rpc_sync("w1", times_leaf, args=(x,))
         engine = workers[1].worker.engine
-        tokens.extend(
-            weakref.ref(engine.edges.token_of(sent)) for sent in engine.edges.sent.values()
-        )
+        tokens.extend(weakref.ref(sent.token) for sent in engine.edges.sent.values())
 
         def close(event):
             if str(event).startswith("w1 run"):  # it has begun, the engine has not

@@ -42,9 +42,10 @@ from gradwire.wire.message import Frame, Kinds, encode, kind_of
 
 _JOIN_SECONDS = 5.0
 _NOTICE_SECONDS = 1.0  # how long a reader may take to find the end of its channel
+_CONNECT_SECONDS = 0.02
 _BOTH_DIAL_SECONDS = 0.5
-"""How long a peer that has dialled us waits for our own dialling. If it cannot reach us that way,
-its channel is the only one."""
+"""How long a peer that has dialled us waits for our own dialling: until that has a connection, and
+then until its handshake is over. If we cannot reach the peer, its channel is the only one."""
 _HELLO = Kinds([Hello])
 _Losses = tuple[int, int] | None
 
@@ -77,6 +78,8 @@ class Connections:
         self._removed_lock = threading.RLock()  # not the worker's, which wait() would release
         self._removed = threading.Condition(self._removed_lock)
         self._dial_locks: dict[WorkerId, threading.RLock] = {}
+        self._greeting: set[WorkerId] = set()
+        """those that were dialled and reached, until the new channel is in use"""
         self._peer_locks: dict[WorkerId, threading.RLock] = {}
         """each is held while its worker's first channel, or its loss, is reported: in this order"""
         self.channels: dict[WorkerId, list[Channel]] = {}
@@ -133,6 +136,7 @@ class Connections:
                     if self._clock.now() >= deadline:
                         raise
         finally:
+            self._greeting.discard(worker)
             dial_lock.release()
 
     def await_end(
@@ -191,7 +195,11 @@ class Connections:
         except GradwireError as error:
             error.about(name, link=address, phase="connect")
             raise
+        if known := self.channels.get(worker):  # it has dialled us meanwhile
+            channel.close("it is not needed any more")
+            return known[0]
         until = time.monotonic() + limit - self._clock.now()  # channels use this clock
+        self._greeting.add(worker)
         try:
             handshake.prove(channel, self._secret, self._job, me, name, until)
             here = self._send_hello(channel, worker, until)
@@ -220,7 +228,9 @@ class Connections:
         worker, dial_lock, is_ours = theirs.worker, None, False
         if self._directory.me.id < worker:  # see Note [Two that dial each other]
             dial_lock = self._dial_lock(worker)
-            is_ours = dial_lock.acquire(timeout=_BOTH_DIAL_SECONDS)
+            is_ours = dial_lock.acquire(timeout=_CONNECT_SECONDS)
+            if not is_ours and worker in self._greeting:
+                is_ours = dial_lock.acquire(timeout=_BOTH_DIAL_SECONDS)
         try:
             # Under the lock: once the Hello is there, the peer may complete what we have dialled.
             with self._peer_lock(worker):

@@ -27,7 +27,6 @@ from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.autograd.undo.undo_log import UndoLog
 from gradwire.errors import BackwardTimeout, BadMessage
 from gradwire.ids import EdgeId, PassId, WorkerId
-from gradwire.torch_private import Node
 from gradwire.wire.message import Buffer
 
 Settlement = tuple[Gradients, Payload, WorkerId]
@@ -232,8 +231,6 @@ class ParticipantPass(ActivePass):
     undo_log: UndoLog | None = None
     held: tuple[Gradients, Sequence[Buffer]] | None = None
     """the last gradients of the run, held back until the engine has returned"""
-    is_told = False
-    """whether they were sent, so that the coordinator takes this run for over"""
     _leaves, _run_over, is_started = 0, False, False
 
     def starts(self) -> bool:
@@ -260,18 +257,6 @@ class ParticipantPass(ActivePass):
         if not self._state.recv_through() or self.undo_log is None:
             return False
         return len(self.undo_log.entries) - self.undo_log.inner == self._leaves
-
-    def is_undecided(self, recv: Node) -> bool:
-        """The last Recv runs: whether the outcome of the run is still open.
-
-        The pass has failed here, or an error could still come that must end it: leaves were
-        changed, or a hook or a callback of the user's is to run. So the last gradients, which tell
-        the coordinator that the run is over, wait for the engine to return.
-        """
-        log = self.undo_log
-        if log is None or log.has_changed or log.is_reopened:
-            return True
-        return self.error is not None or recv.is_hooked  # type: ignore[attr-defined]
 
     def run_over(self) -> bool:
         """The engine has returned or raised. Whether the pass has failed meanwhile."""

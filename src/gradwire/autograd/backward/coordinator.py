@@ -23,7 +23,6 @@ from gradwire.autograd.graph.context import Context
 from gradwire.autograd.graph.crossing import EdgeEnd, anchor_of, end_of
 from gradwire.autograd.graph.edges import Edges
 from gradwire.autograd.graph.lineage import NOTHING, Lineage, by_worker, one, to_wire, union
-from gradwire.autograd.graph.walk import node_of
 from gradwire.autograd.messages import Gradients, HasEnded, PassEnded, QueryPass, RunDone, Start
 from gradwire.autograd.modes import current_modes
 from gradwire.autograd.undo.leaf import LeafLocks
@@ -149,10 +148,7 @@ class Coordinator:
         mine = theirs.pop(self._me, NOTHING)
         sends = self._edges.sends_in(mine, theirs, self._agent.directory.name)
         if is_partial:
-            token_of = self._edges.token_of
-            mine = union(
-                [one(sent.edge) for sent in sends if will_execute(node_of(token_of(sent)))]
-            )
+            mine = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
             needed = to_wire(mine)
         active = self._passes.begin(context, current_run(), theirs, timeout)
         EndOfRun(partial(self.finish, active), partial(self.give_up, active, None))

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from msgspec.structs import replace
 
@@ -188,12 +188,10 @@ class Participant:
         has_changed = active.undo_log.has_changed
         if not has_changed:
             self._passes.over(active)
-        if active.is_told:
-            return
         last, payload = active.held or (None, ())
         done: Message = RunDone(active.id, has_changed)
         if last is not None:
-            done = replace(last, has_changed=has_changed)
+            done = replace(last, last=True, has_changed=has_changed)
         deadline = active.deadline
         self._agent.tell(active.id.worker, done, payload, deadline=deadline, phase="backward")
 
@@ -233,9 +231,7 @@ class Participant:
     ) -> None:
         if not sends:
             return
-        tokens = [*map(self._edges.token_of, sends)]
-        nodes: list[Any] = [token.grad_fn for token in tokens]
-        reached = engine_run.reached_from(nodes)
+        reached = engine_run.reached_from([sent.node for sent in sends])
         counted, anchors = reached.accumulators, None
         if start.needed is not None:
             needed = from_wire(start.needed)
@@ -252,10 +248,11 @@ class Participant:
 
         mode: AbstractContextManager[object] = NOTHING
         if start.modes is not None:
+            nodes = [sent.node for sent in sends]
             mode = in_modes(start.modes, nodes, self._agent.directory.me.name)
         with mode, span("gradwire backward %s", active):
             engine_run.execute(
-                tuple(tokens),
+                tuple([sent.token for sent in sends]),
                 None,
                 anchors,
                 undo_log,

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +54,12 @@ from gradwire.autograd.graph.walk import (
     Origin,
     lift_this_thread,
     node_of,
-    origin_of,
+    origin_behind,
     set_origin,
 )
 from gradwire.autograd.messages import Crossing
 from gradwire.current import UserLine
-from gradwire.errors import BadMessage, ContextClosed, UsageError
+from gradwire.errors import BadMessage, ContextClosed
 from gradwire.ids import ContextId, EdgeId, WorkerId
 from gradwire.torch_private import (
     Node,
@@ -152,16 +151,7 @@ class Recv(Function):
 
 
 named_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
-RECV: Any = named_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
-
-
-def _register_hook(recv: Any, hook: Callable[..., Any]) -> Any:  # noqa: ANN401
-    """As torch's, and note that a hook of the user's runs after this Recv."""
-    recv.is_hooked = True
-    return super(RECV, recv).register_hook(hook)
-
-
-RECV.is_hooked, RECV.register_hook = False, _register_hook
+RECV = named_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
 
 
 class Joined(Function):
@@ -201,42 +191,27 @@ def leave(
     if not is_recording():
         with recording():
             return leave(edges, engine, context, peer, places, tensors, made_at, line, homes_of)
-    leaving, size, homes = [], 0, None
+    leaving, held, size, homes = [], [], 0, None
     for place in places:
         tensor = tensors[place]
         size += tensor.numel() * tensor.itemsize
+        if tensor.is_leaf:
+            held.append(with_accumulator(tensor))
         if not tensor.is_cpu:  # See Note [The stream of a Send]
             assert homes_of is not None
             homes = homes or homes_of([tensors[place] for place in places])
             if tensor.layout is torch.strided:  # others have no views
                 tensor = tensor.view_as(tensor)
         leaving.append(tensor)
-    nodes = [tensor.grad_fn for tensor in leaving]
-    edge, origin = edges.next_edge(), origin_of(nodes)
-    lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
-    end = engine, context, edge, peer, FROM_HERE, 0, homes
-    make = partial(_make_send, end, leaving, nodes, depth)
-    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, make, size, made_at, line)
-    return Crossing(edge, depth, to_wire(lineage), places)
-
-
-def _make_send(
-    end: tuple[Any, ...], leaving: list[torch.Tensor], nodes: list[Node | None], depth: int
-) -> torch.Tensor:
-    """The token of a Send. See Note [Sends are made late], edges.py."""
-    if not is_recording():
-        with recording():
-            return _make_send(end, leaving, nodes, depth)
-    held = [with_accumulator(tensor) for tensor in leaving if tensor.is_leaf]
-    token: torch.Tensor = _send(made := EdgeEnd(*end), *leaving)
+    edge = edges.next_edge()
+    token = _send(EdgeEnd(engine, context, edge, peer, homes=homes), *leaving)
     del held
-    if token.grad_fn is None or [tensor.grad_fn for tensor in leaving] != nodes:
-        raise UsageError(
-            f"a tensor was changed by another thread while it was sent by {made.edge}",
-            hint="send a clone of a tensor that other threads change in place",
-        )
-    set_sequence_number(token.grad_fn, depth)
-    return token
+    node = token.grad_fn
+    origin = origin_behind(node)
+    lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
+    set_sequence_number(node, depth)
+    edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, size, made_at, line)
+    return Crossing(edge, depth, to_wire(lineage), places)
 
 
 def arrive(
@@ -279,12 +254,12 @@ def _links(edges: Edges, mine: Lineage) -> list[torch.Tensor]:
     if first is not None:
         behind = first.lineage
         if mine.items() <= behind.items() or not minus(mine, behind):  # most often equal
-            return [edges.token_of(first)]  # it depends on the rest
+            return [first.token]  # it depends on the rest
     if not edges.has_sent(top):
         raise BadMessage(f"a lineage names edges of worker {edges.me} that never left it")
     join = next((join for join in reversed(edges.joins) if not minus(join.edges, mine)), None)
     tops = _maximal(edges, minus(mine, join.edges) if join else mine)
-    tokens = [edges.token_of(top) for top in tops]
+    tokens = [top.token for top in tops]
     depth = max((top.depth for top in tops), default=0)
     if join is not None and minus(join.edges, union([top.lineage for top in tops])):
         tokens.append(join.token)

@@ -10,12 +10,6 @@ and so a finalizer of the user, which may send tensors itself. So no lock is hel
 is one step for the interpreter, or harmless if it is done twice: two Joins may stand for one set,
 two edges may have one depth. Passes use the worker's lock.
 
-Note [Sends are made late]: the node of a Send is not needed to send its tensors, only their lineage
-is. So it is made when the message has left, while the peer works. Until then its edge is in the
-table without a token, and a thread that needs the token first makes it itself: two may make one,
-and the first that is stored counts. The tensors may not be changed meanwhile, which only another
-thread could do.
-
 Note [When a Recv is gone]: when the collector frees a cycle, it clears weak references before it
 calls finalizers, and a finalizer may bring the graph back to life. So what is watched is an empty
 array that only the Recv holds. The collector does not track arrays: it dies only with the Recv.
@@ -38,7 +32,7 @@ from gradwire.agent.serving.peer_limits import over
 from gradwire.autograd.graph.lineage import Lineage, meets, numbers, one, union
 from gradwire.autograd.graph.walk import ROOM
 from gradwire.current import UserLine
-from gradwire.errors import BadMessage, PeerLost, UsageError
+from gradwire.errors import BadMessage, PeerLost
 from gradwire.ids import EdgeId, WorkerId
 from gradwire.torch_private import Node
 
@@ -49,22 +43,22 @@ _LOST_REMEMBERED = 1 << 12
 _DEEP = ROOM // 2
 
 
-class Sent(msgspec.Struct, eq=False):
-    """A crossing that left here. An engine run from its token (`Edges.token_of`) runs the Send."""
+class Sent(msgspec.Struct, frozen=True):
+    """A crossing that left here. An engine run with `token` as its root executes the Send."""
 
     edge: EdgeId
     peer: WorkerId
     lineage: Lineage
     depth: int
-    make: Callable[[], torch.Tensor] | None
-    """makes the Send, until that is done; see Note [Sends are made late]"""
+    token: torch.Tensor
+    node: Node
+    """the Send"""
     bytes: int
     """the size of the tensors, in dense form"""
     made_at: float
     """by the clock of the worker"""
     line: UserLine | None
     """of the user's program that sent it; None if it is the result of a call, or a gradient"""
-    token: torch.Tensor | None = None
 
 
 class LiveEdge(NamedTuple):
@@ -167,28 +161,6 @@ class Edges:
             n = self._next
             self._next = n + 1  # one step
         return EdgeId(self.me, n)
-
-    def token_of(self, sent: Sent) -> torch.Tensor:
-        """The token of a Send, which is made now if it was not."""
-        make, token = sent.make, sent.token  # in this order: it is cleared after the token is set
-        if token is None:
-            assert make is not None
-            token = make()
-            with self._counting:  # no calls in here, see docs/threads.md
-                if sent.token is None:
-                    sent.token = token
-            token, sent.make = sent.token, None
-        return token
-
-    def make_sends(self, edges: Iterable[EdgeId]) -> None:
-        """Their message has left, or is about to: see Note [Sends are made late]."""
-        for edge in edges:
-            sent = self.sent.get(edge.n)
-            try:
-                if sent is not None:  # it may have been released at once
-                    self.token_of(sent)
-            except UsageError:
-                continue  # it is raised again where the token is needed
 
     def has_sent(self, n: int) -> bool:
         """Whether an edge of this number was made, by this incarnation."""

@@ -82,6 +82,14 @@ def origin_of(nodes: Iterable[Node | None]) -> Origin:
     return _together([_memo(n).get(_KEY) or _visit(n) for n in nodes if n is not None])
 
 
+def origin_behind(node: Node) -> Origin:
+    """What a node's inputs depend on together."""
+    behind = node.next_functions
+    if len(behind) == 1 and (parent := behind[0][0]) is not None:  # most Sends
+        return _memo(parent).get(_KEY) or _visit(parent)
+    return origin_of([parent for parent, _ in behind])
+
+
 def set_origin(node: Node, origin: Origin) -> None:
     """A Recv is made: a walk ends there."""
     _memo(node)[_KEY] = origin

@@ -61,8 +61,7 @@ class UndoLog:
     run = NO_RUN
     inner = _stuck = 0
     """how many entries belong to backwards inside the run; how many could not be reverted"""
-    is_reopened = False
-    """whether leaves are opened again at the end of the run, for callbacks"""
+    _is_reopened = False
 
     def __init__(
         self, locks: LeafLocks, context: Context | None, outer: UndoLog | None = None
@@ -143,8 +142,8 @@ class UndoLog:
 
     def reopen_at_end(self, others: Iterable[torch.Tensor] = ()) -> None:
         """Open all leaves of the run, and `others`, before callbacks that are queued after this."""
-        if not self.is_reopened and self.outer is None:
-            self.is_reopened = True
+        if not self._is_reopened and self.outer is None:
+            self._is_reopened = True
             when_run_ends(partial(self._reopen, others))
 
     def _reopen(self, others: Iterable[torch.Tensor]) -> None:

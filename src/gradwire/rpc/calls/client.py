@@ -5,7 +5,7 @@ docs/concepts/calls.md lists the functions that a call goes through on both work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from math import inf
 from operator import attrgetter
@@ -24,7 +24,6 @@ from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.autograd.backward.engine_run import is_in_pass
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
-from gradwire.autograd.messages import Crossing
 from gradwire.autograd.modes import current_modes
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
@@ -76,8 +75,6 @@ class SentCall(msgspec.Struct, frozen=True):
     context: InContext
     checkpointed: CheckpointedCall | None
     """its record, if it is made inside of an activation checkpoint"""
-    crossings: Sequence[Crossing]
-    """of its arguments, whose Sends are made once it has left"""
 
 
 class Created(NamedTuple):
@@ -139,8 +136,6 @@ class Calls:
         sent = self._send_call(to, target, deadline, None)
         context = sent.context
         try:
-            if sent.crossings:
-                self._engine.left(sent.crossings)
             if context is not None or self._events.listeners:
                 self._after_send(sent, to)
             if sent.checkpointed is None:
@@ -258,8 +253,6 @@ class Calls:
         """Send a call that this thread does not wait for; its answer releases its bytes."""
         sent = self._send_call(to, target, deadline, keep)
         sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
-        if sent.crossings:
-            self._engine.left(sent.crossings)
         if sent.context is not None or self._events.listeners:
             self._after_send(sent, to)
         return sent
@@ -304,7 +297,7 @@ class Calls:
         if body.released:
             self._engine.releases.rode(to, body.released)
         recorded = record and record.sent(promise, self._agent)
-        return SentCall(id, promise, size, context, recorded, body.crossings)
+        return SentCall(id, promise, size, context, recorded)
 
     def _device_map_to(self, to: WorkerId) -> dict[str, str] | None:
         """On which devices of a peer tensors arrive, as the options say."""

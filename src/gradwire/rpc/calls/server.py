@@ -353,8 +353,6 @@ class CallServer:
         try:
             result = Result(packed.body, accepted, packed.copies, source.note)
             left = self._agent.answer(source, result, packed.payload, deadline=deadline)
-            if left and packed.body.crossings:
-                self._engine.left(packed.body.crossings)
             if left and packed.body.released:
                 self._engine.releases.rode(source.worker, packed.body.released)
         finally:
