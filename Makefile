@@ -81,8 +81,9 @@ conformance: $(STAMP) ## torch's own RPC suites against gradwire (a quarter of a
 conformance-gpu: $(STAMP) ## those that need one GPU
 	$(PY) -m tests.conformance --gpu
 
-streams: $(STAMP) ## random programs that switch streams, on a GPU: make streams PROGRAMS=2000
+streams: $(STAMP) ## random programs that switch streams, and who waits, on a GPU: make streams PROGRAMS=2000
 	$(PY) -m tests.streams --programs $(PROGRAMS)
+	$(PY) -m tests.streams.waits
 
 bench: $(STAMP) ## gradwire beside torch.distributed.rpc, one table: make bench ONLY=noop,echo
 	$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))

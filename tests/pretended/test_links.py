@@ -81,15 +81,6 @@ def workers(request):
     streams.synchronize()
 
 
-idle = PretendDriver.may_copy_at_once
-
-
-@pytest.fixture(autouse=True)
-def takes_blocks(monkeypatch):
-    """Also for small tensors of idle streams, which most tests here do not mean."""
-    monkeypatch.setattr(PretendDriver, "may_copy_at_once", lambda *_: False)
-
-
 def lanes(worker):
     return worker.worker.devices._outgoing
 
@@ -116,33 +107,6 @@ def test_the_tensors_of_a_message_share_a_block(workers):
 
     assert [x.cpu().tolist() for x in got] == [[float(n)] * n for n in range(1, 6)]
     assert words(workers[0]) == [TAKEN]
-
-
-@pytest.mark.parametrize(("size", "is_idle"), [(4, True), (4, False), (1 << 16, True)])
-def test_a_small_tensor_of_an_idle_stream_needs_no_block(workers, monkeypatch, size, is_idle):
-    monkeypatch.setattr(PretendDriver, "may_copy_at_once", idle)
-    monkeypatch.setattr(streams, "_EAGERNESS", 0.0)  # what is queued runs when it must
-    x = put(torch.arange(float(size)), THERE)
-    if is_idle:
-        streams.synchronize()
-
-    got = workers[0].run(gw.rpc_sync, "w1", same, args=(x,))
-    took_a_block = bool(lanes(workers[0]))
-
-    assert took_a_block is (size > 4 or not is_idle)
-    assert got.device == torch.device(THERE)
-    assert torch.equal(got.cpu(), torch.arange(float(size)))
-
-
-def test_gradients_of_small_tensors_return_to_their_device(workers, monkeypatch):
-    monkeypatch.setattr(PretendDriver, "may_copy_at_once", idle)
-    x = put(torch.ones(3), THERE).requires_grad_()
-    streams.synchronize()
-
-    workers[0].run(lambda: gw.rpc_sync("w1", same, args=(x,)).sum().backward())
-
-    assert x.grad.device == torch.device(THERE)
-    assert torch.equal(x.grad.cpu(), torch.ones(3))
 
 
 def test_strides_dtypes_and_empty_tensors_are_kept(workers):

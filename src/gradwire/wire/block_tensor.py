@@ -21,12 +21,9 @@ from gradwire.wire.tensor import (
     strides_of,
 )
 
-PlainTensor = tuple[Tensor, int, tuple[int, ...], int]
-"""A tensor with its bytes in a row, and the dtype, shape and flags of its header."""
 
-
-def maybe_plain(tensor: Tensor) -> PlainTensor | None:
-    """What is sent of most tensors on a device.
+def maybe_plain(tensor: Tensor) -> tuple[Tensor, int, tuple[int, ...], int] | None:
+    """Of most tensors on a device: with the same bytes in a row, dtype, shape and flags.
 
     None for the others. hot: every message with tensors on a device
     """

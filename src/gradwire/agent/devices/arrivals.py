@@ -17,8 +17,6 @@ from gradwire.errors import BadMessage
 from gradwire.transport.devices.cuda import cuda_device_with
 from gradwire.wire.tensor import Layout, TensorHeader
 
-SMALL_BYTES = 1 << 16
-"""So much CUDA copies to the device without waiting for its stream, from any memory."""
 _MOST_NAMES = 256
 """that peers have given to devices of this worker: a peer may use a new one each time"""
 
@@ -39,8 +37,7 @@ class Arrivals:
     def place(self, tensor: Tensor, name: str) -> Tensor:
         """A copy on the device of this name of a tensor that came in host memory."""
         try:
-            is_small = tensor.nbytes <= SMALL_BYTES
-            return tensor.to(self._known.get(name) or self._device(name), non_blocking=is_small)
+            return tensor.to(self._known.get(name) or self._device(name))
         except RuntimeError as error:
             raise BadMessage(f"a tensor could not be placed on {name}: {error}") from error
 

@@ -3,12 +3,6 @@
 Tensors on the CPU are views of the payload (wire/tensor.py). A tensor on another device takes its
 device lane to the peer if there is one, so that its bytes never leave the device (lanes.py). Else
 it is copied to host memory and sent there. On which streams, says own.py.
-
-Note [Small tensors]: a block costs a dozen calls into the driver at the two ends, and where both
-processes use one GPU, a change from one to the other for each. So a small tensor is copied to host
-memory if its stream has nothing else to do: then the sender does not wait for the device. Nor does
-the receiver, as CUDA takes so few bytes along with the command. If the stream is busy, the copy
-would wait for its work, and the tensor takes a block.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.devices.arrivals import SMALL_BYTES, Arrivals
+from gradwire.agent.devices.arrivals import Arrivals
 from gradwire.agent.devices.lanes import (
     IncomingLane,
     Lease,
@@ -40,7 +34,7 @@ from gradwire.errors import BadMessage, GradwireError, PeerLost
 from gradwire.ids import WorkerId
 from gradwire.transport.devices.contract import DeviceDriver, DeviceError
 from gradwire.transport.devices.words import UNREAD
-from gradwire.wire.block_tensor import PlainTensor, maybe_plain, maybe_plain_layout
+from gradwire.wire.block_tensor import maybe_plain, maybe_plain_layout
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
     META,
@@ -92,8 +86,8 @@ class DeviceLinks:
         `is_call` is None for gradients: their receiver knows on which devices they arrive.
         """
         maps = device_map or {}
-        if (encoded := self._maybe_encode_plain(tensors, to, deadline, maps, is_call)) is not None:
-            return encoded
+        if (headers := self._maybe_encode_plain(tensors, to, deadline, maps, is_call)) is not None:
+            return headers, []
         placements = [self._placed(tensor, to, maps, is_call) for tensor in tensors]
         lanes = list(map(_maybe_lane, tensors, placements))
         sizes: dict[torch.device, int] = {}
@@ -123,8 +117,8 @@ class DeviceLinks:
         deadline: float,
         device_map: DeviceMap,
         is_call: bool | None,
-    ) -> Encoded | None:
-        """Plain tensors that are all on one device, in fewer steps than `encode`.
+    ) -> list[TensorHeader] | None:
+        """The headers of plain tensors that are all on one device, in fewer steps than `encode`.
 
         None for others. hot: every message with tensors on devices
         """
@@ -144,8 +138,6 @@ class DeviceLinks:
                 return None
             plain.append(facts)
             size += aligned(facts[0].nbytes)
-        if size <= SMALL_BYTES and own.driver is not None and own.driver.may_copy_at_once(device):
-            return self._copied_to_host(plain, name)
         lease = None
         try:
             lease = self._maybe_lease(own.driver, device, size, to, deadline)
@@ -159,17 +151,7 @@ class DeviceLinks:
         except BaseException as error:
             self._undo_leases([] if lease is None else [lease], to, error)
             raise
-        return headers, []
-
-    def _copied_to_host(self, plain: Sequence[PlainTensor], name: str) -> Encoded:
-        """See Note [Small tensors]."""
-        copies = [tensor.detach().cpu() for tensor, *_ in plain]
-        copied, payload = encode_tensors(copies, self._limits)
-        headers = [
-            TensorHeader(code, shape, copy.offset, flags, None, 0, name)
-            for copy, (_, code, shape, flags) in zip(copied, plain, strict=True)
-        ]
-        return headers, payload
+        return headers
 
     def _undo_leases(self, leases: Iterable[Lease], to: WorkerId, error: BaseException) -> None:
         for lease in leases:

@@ -143,10 +143,6 @@ class PretendDriver:
 
         return join
 
-    def may_copy_at_once(self, device: torch.device) -> bool:
-        """Whether the current stream has nothing to do."""
-        return current_stream(device).is_idle
-
     def check_not_capturing(self) -> None:
         """Pretended work is never captured."""
 

@@ -71,11 +71,6 @@ class Stream:
             while _order.random() < _EAGERNESS:
                 _order.choice(_streams).step()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether all of its work is done."""
-        return not self._work
-
     def wait_event(self, event: Event) -> None:
         """What is queued from now on runs after the event."""
         if event.latest is not None:

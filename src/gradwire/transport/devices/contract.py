@@ -117,12 +117,6 @@ class DeviceDriver(Protocol):
         The stream that is current then waits for what is queued on the present one.
         """
 
-    def may_copy_at_once(self, device: torch.device) -> bool:
-        """Whether the current stream has nothing to do, so that a copy to the host waits for none.
-
-        UsageError as by `check_not_capturing`.
-        """
-
     def check_not_capturing(self) -> None:
         """UsageError if the work of this thread is being captured, not queued."""
 

@@ -31,8 +31,6 @@ _AT_LEAST = 0
 """CU_STREAM_WAIT_VALUE_GEQ: until the mark is this number, or a later one"""
 _NO_CONTEXT = 201
 _PAUSE = 0.001
-_LOOKS = 8
-"""at a stream, a microsecond each: to take a block costs more than a few of them"""
 _SHARE_OF_MEMORY = 16
 """blocks for one peer take at most this part of a device's memory"""
 
@@ -265,12 +263,6 @@ class CudaDriver:
                 tensor.record_stream(stream)
 
         return join
-
-    def may_copy_at_once(self, device: torch.device) -> bool:
-        """See the contract. A stream that has just begun its last work is looked at again."""
-        self.check_not_capturing()
-        stream = self.current_stream(device)
-        return any(stream.query() for _ in range(_LOOKS))
 
     def check_not_capturing(self) -> None:
         """UsageError if a CUDA graph is being captured."""
