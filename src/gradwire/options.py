@@ -68,6 +68,7 @@ class Timeouts:
                 raise UsageError(
                     f"timeout {name}={value!r} is not a positive, finite number of seconds"
                 )
+            object.__setattr__(self, name, float(value))  # numpy's numbers are not sent
         if self.dead < self.suspect:
             raise UsageError(
                 f"timeout dead={self.dead:g} is shorter than suspect={self.suspect:g}",

@@ -237,7 +237,7 @@ def with_accumulator(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
 
 
-def accumulator_of(leaf: torch.Tensor) -> object:
+def accumulator_of(leaf: torch.Tensor) -> Node | None:
     """The node that adds to the gradient of a leaf; None if the leaf requires no gradient."""
     with torch.enable_grad(), _C.DisableTorchFunctionSubclass():
         node = with_accumulator(leaf).grad_fn

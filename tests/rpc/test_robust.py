@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -371,3 +372,58 @@ def _what_the_door_says():
     except UsageError as error:
         return error.message
     return "welcome"
+
+
+class UnprintableByExit(Exception):
+    def __str__(self):
+        raise SystemExit("no")
+
+
+def raises_what_cannot_be_described():
+    raise UnprintableByExit
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "remote"])
+def test_an_error_that_cannot_be_described_is_answered(how):
+    with cluster(2, expose=[raises_what_cannot_be_described]) as workers:
+
+        def program():
+            function = raises_what_cannot_be_described
+            if how == "sync":
+                return gw.rpc_sync("w1", function, timeout=5)
+            if how == "async":
+                return gw.rpc_async("w1", function, timeout=5).wait()
+            return gw.remote("w1", function, timeout=5).to_here(timeout=5)
+
+        with pytest.raises(RemoteError, match="an exception that cannot be described"):
+            workers[0].run(program)
+
+
+@pytest.mark.parametrize(
+    "number", [numpy.float64(5), numpy.float32(5), numpy.int64(5), torch.tensor(5.0)]
+)
+def test_a_timeout_may_be_any_number(number):
+    options = Options(timeouts=Timeouts(call=number))
+    with cluster(2, options=options) as workers:
+        for call in (gw.rpc_sync, gw.rpc_async):
+            workers[0].run(call, "w1", torch.neg, (torch.ones(2),), timeout=number)
+        got = workers[0].run(gw.rpc_sync, "w1", torch.neg, (torch.ones(2),))
+
+    assert torch.equal(got, -torch.ones(2))
+
+
+@pytest.mark.parametrize("timeout", ["x", [1.0], object()])
+def test_a_timeout_that_is_no_number_is_refused(timeout):
+    with (
+        cluster(2) as workers,
+        pytest.raises(UsageError, match="is not a number of seconds"),
+    ):
+        workers[0].run(gw.rpc_sync, "w1", torch.neg, (torch.ones(2),), timeout=timeout)
+
+
+def test_calls_to_oneself_need_no_connection():
+    options = Options(limits=Limits(connections=1))
+    with cluster(2, options=options) as workers:
+        for name in ("w0", "w1"):
+            got = workers[0].run(gw.rpc_sync, name, torch.neg, (torch.ones(2),))
+            assert torch.equal(got, -torch.ones(2))

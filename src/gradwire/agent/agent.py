@@ -30,7 +30,14 @@ from gradwire.agent.requests.promise import Pending, Promise, RequestTable, unse
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Lane, Payload, Source, payload_of
 from gradwire.agent.serving.thread_pool import Job, mine
-from gradwire.errors import DeadlinePassed, GradwireError, NotSerializable, PeerLost, UsageError
+from gradwire.errors import (
+    Cancelled,
+    DeadlinePassed,
+    GradwireError,
+    NotSerializable,
+    PeerLost,
+    UsageError,
+)
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits, Options
@@ -227,7 +234,12 @@ class Agent:
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
-        return self._cancel(self._calls.cancelled(promise.request), why)
+        try:
+            return self._cancel(self._calls.cancelled(promise.request), why)
+        except BaseException:  # a signal handler has raised: as in `_answer_came`
+            if promise.request not in self._calls:
+                promise.settle(Cancelled(f"a request was cancelled: {why}"))
+            raise
 
     def _cancel(self, requests: list[Pending], why: str) -> bool:
         for pending in requests:
@@ -362,16 +374,24 @@ class Agent:
         heard = self._answer_listeners.get(frame.kind)
         if heard is not None and heard[0](message):
             heard[1](worker, message)
-        pending = self._calls.answered(frame.request, worker)
-        if pending is not None:
-            outcome: Outcome = Answer(message, payload_of(frame) if frame.payload else None)
-            if isinstance(message, Failure):
-                try:
-                    outcome = self.revive(message)
-                except Exception as error:  # the waiting thread must get some outcome
-                    outcome = error
-            pending.promise.settle(outcome)
-            return
+        outcome: Outcome = Answer(message, payload_of(frame) if frame.payload else None)
+        if isinstance(message, Failure):
+            try:
+                outcome = self.revive(message)
+            except Exception as error:  # the waiting thread must get some outcome
+                outcome = error
+        number, pending = frame.request, self._calls.maybe(frame.request)
+        try:
+            if self._calls.answered(number, worker) is not None:
+                assert pending is not None, "it was there"
+                pending.promise.settle(outcome)
+                return
+        except BaseException:
+            # A signal handler has raised here, perhaps in a thread that does not wait for this
+            # answer. If the request is in no table, nobody else settles it.
+            if pending is not None and number not in self._calls:
+                pending.promise.settle(outcome)
+            raise
         self.noting.came_late(worker)
         if heard is not None and self._calls.is_late(frame.request):
             self.dispatch.user.submit(partial(heard[2], worker, message))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ T = TypeVar("T", bound=BaseException)
 
 _log = logging.getLogger("gradwire")
 _MOST_TEXT = 1 << 20
+_UNKNOWN = "builtins:Exception"
 _set_args = BaseException.__dict__["args"].__set__
 _set_cause = BaseException.__dict__["__cause__"].__set__
 _IS_HEAP_TYPE = 1 << 9  # set by CPython on every class that a class statement made
@@ -38,7 +40,19 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     """An exception raised on `worker`, as data for the caller.
 
     One that came from another worker keeps its name; each worker that it passes adds its traceback.
+    Its class may raise anything when it is printed: the caller gets an answer all the same.
     """
+    try:
+        return _described(error, worker, name_of)
+    except BaseException as failed:
+        is_main = threading.current_thread() is threading.main_thread()
+        if isinstance(failed, KeyboardInterrupt) and is_main:
+            raise
+        text = f"an exception that cannot be described: {object.__repr__(failed)}"
+        return Failure(_UNKNOWN, text, None, "", worker)
+
+
+def _described(error: BaseException, worker: str, name_of: NameOf) -> Failure:
     trace = _safe(lambda e: "".join(traceback.format_exception(e)), error, _MOST_TRACEBACK)
     text, contents = _safe(_text, error), b""
     try:

@@ -3,8 +3,9 @@
 It ties the parts of this layer together, and the Send and Recv nodes call it.
 
 Note [Gradients are never shared]: when `send_gradients` returns, the channel has copied the bytes,
-so other holders of the buffer may write to it. The last gradients of a run are the exception: they
-are sent after the engine has returned, and no node runs between.
+so other holders of the buffer may write to it. The last gradients of a run leave after the engine
+has returned, so that they can also say that the run is over. Hooks and callbacks of the user run
+between, which may write to the buffer: so they are copied, and large ones leave at once.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ from gradwire.errors import (
 from gradwire.ids import ContextId, EdgeId, WorkerId, first_of, opener_of
 from gradwire.options import Timeout, Timeouts
 from gradwire.torch_private import Node, current_run, is_batched
+from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import are_on_cpu, arrive_on_cpu, decode_tensors, encode_tensors
 
 _log = logging.getLogger("gradwire")
 _LONG_SECONDS, _MANY = 60.0, 100
 """At shutdown edges that are older than this are logged; so many of them are a warning."""
+_HELD_BYTES = 1 << 16
+"""More than so much is not copied to save a message."""
 _is_there: Any = partial(is_not, None)
 _FRAMES_OF_A_CALL = 6
 """The stack frames between `attach_send` and the code that made the call through rpc's `Calls`."""
@@ -246,13 +250,21 @@ class Engine:
         try:
             if isinstance(active, CoordinatedPass):
                 self.coordinator.send(active, peer, message, payload)
-            elif active.is_last() and peer == active.id.worker:
-                active.held = message, payload  # sent by Participant._tell_done
+            elif self._may_be_held(active, payload, peer):
+                # Sent by Participant._tell_done. See Note [Gradients are never shared].
+                active.held = message, [*map(bytes, payload)]
             else:
                 self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
         except BaseException:
             self.passes.withdraw(message, peer)
             raise
+
+    def _may_be_held(
+        self, active: ParticipantPass, payload: Sequence[Buffer], peer: WorkerId
+    ) -> bool:
+        """Whether these gradients of a participant may wait for the end of its run."""
+        is_last = active.is_last()  # counts the Recvs: it must be asked for each
+        return is_last and peer == active.id.worker and sum(map(len, payload)) <= _HELD_BYTES
 
     def _begin_native(self, end: EdgeEnd) -> AnyPass:
         """See Note [Which pass a node runs for], backward/pass_table.py."""

@@ -171,7 +171,7 @@ def test_another_pass_ends_well_while_one_is_taken_out(leaf, ends):
 
 
 def test_what_cannot_be_taken_out_in_time_is_part_of_the_sum(leaf, monkeypatch):
-    monkeypatch.setattr(leaves, "_LEAF_SECONDS", 0)
+    monkeypatch.setattr(leaves, "LEAF_SECONDS", 0)
     locks = LeafLocks()
     failed, other = UndoLog(locks, None), UndoLog(locks, None)
     adds(leaf, 3.0, failed)

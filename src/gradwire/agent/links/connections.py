@@ -335,7 +335,7 @@ class Connections:
         name = self._directory.name(worker)
         if self._closed:
             raise PeerLost(f"{self._directory.me.name} has left")
-        if known >= self._most_per_peer:
+        if known >= self._most_per_peer and worker != self._directory.me.id:
             raise OverLimit(
                 f"{name} has {known} connections with this worker",
                 hint="close some, or raise Limits(connections=…)",

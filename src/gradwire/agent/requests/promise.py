@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any, Generic, TypeVar, final
 
@@ -38,6 +39,10 @@ class Promise(Generic[T]):
     The thread that pops the token settles. A waiter adds itself, then checks `settled`; the
     settling thread sets `settled`, then looks at the list. So at least one of the two sees the
     other. If both see a callback, the one that removes it from the list calls it.
+
+    A signal handler may raise after any call (Ctrl-C does), also in the thread that settles for
+    another one. So no call comes between the pop of the token and `settled`: the loop does both as
+    one step of the interpreter. The waiters and callbacks that are left then are still told.
     """
 
     __slots__ = ("_callbacks", "_token", "_waiters", "outcome", "request", "settled")
@@ -54,13 +59,22 @@ class Promise(Generic[T]):
     def settle(self, outcome: T) -> bool:
         """Set the outcome; False if there was one already. Callbacks run on this thread."""
         try:
-            self._token.pop()
+            for _ in map(list.pop, (self._token,)):
+                break
         except IndexError:
             return False
         self.outcome = outcome
         self.settled = True
-        if self._waiters:
-            for waiter in tuple(self._waiters):
+        try:
+            self._tell()
+        except BaseException:
+            self._tell()
+            raise
+        return True
+
+    def _tell(self) -> None:
+        for waiter in tuple(self._waiters):
+            with suppress(RuntimeError):  # it was released before an interrupt
                 waiter.release()
         while self._callbacks:
             try:
@@ -68,10 +82,9 @@ class Promise(Generic[T]):
             except IndexError:  # on_settled() has removed it, and calls it
                 break
             try:
-                callback(outcome)
+                callback(self.outcome)  # type: ignore[arg-type]  # it is settled
             except Exception:  # the other callbacks must still run
                 _log.exception("a callback failed")
-        return True
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until it is settled. A signal (Ctrl-C) interrupts; TimeoutError after `timeout`."""
@@ -151,6 +164,8 @@ class RequestTable:
     def __init__(self) -> None:
         self._numbers = count(1)
         self._pending: dict[int, Pending] = {}
+        self.maybe = self._pending.get
+        """the request of this number, unless it was taken out"""
         self._given_up: dict[int, None] = {}  # those whose answer may still come
 
     def __len__(self) -> int:
@@ -161,6 +176,9 @@ class RequestTable:
         n = pending.n = next(self._numbers)
         self._pending[n] = pending
         return n
+
+    def __contains__(self, n: int) -> bool:
+        return n in self._pending
 
     def answered(self, n: int, by: WorkerId | None = None) -> Pending | None:
         """Take out the request that this answers; None if nobody waits for it any more.

@@ -16,7 +16,7 @@ from typing import final
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.timer import explain_shortening
+from gradwire.agent.requests.timer import Clock, explain_shortening
 from gradwire.agent.serving.dispatch import Payload
 from gradwire.autograd.backward.pass_state import PassState
 from gradwire.autograd.graph.context import Context
@@ -77,6 +77,10 @@ class ActivePass:
 
     def __str__(self) -> str:
         return str(self.id) if self.context is None else f"{self.id} of {self.context}"
+
+    def seconds_left(self, clock: Clock) -> float:
+        """The time until its deadline."""
+        return self.deadline - clock.now()
 
     def settle(self, message: Gradients, payload: Payload, sender: WorkerId) -> bool:
         """Settle an edge. If its gradients came before, the pass fails: False."""

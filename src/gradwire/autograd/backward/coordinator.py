@@ -117,7 +117,9 @@ class Coordinator:
 
         def on_start() -> None:  # the lineages of these contain those of the Recvs behind them
             lineages = [end_of(recv).origin.lineage for recv in recvs]
-            self._begin(context, union(lineages), timeout).watch_rest = watch_rest
+            active = self._begin(context, union(lineages), timeout)
+            active.watch_rest = watch_rest
+            undo_log.seconds_left = partial(active.seconds_left, self._agent.clock)
 
         try:
             with span("gradwire backward of %s", context):

@@ -204,6 +204,7 @@ class Participant:
 
     def _take_part(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> None:
         undo_log = UndoLog(self._locks, active.context)
+        undo_log.seconds_left = partial(active.seconds_left, self._agent.clock)
         active.run_begins(undo_log)
         if self._agent.events.listeners:
             self._agent.events.emit("run", active.id)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradwire.autograd.undo.leaf_entry import LeafEntry
 
 Gradient = torch.Tensor | None
-_LEAF_SECONDS = 60.0
+LEAF_SECONDS = 60.0
 
 
 @final
@@ -42,18 +42,20 @@ class Leaf:
         self.parked: LeafEntry | None = None
         """of a backward inside a run: the entry whose gradient is still in `.grad`"""
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         """Acquire the lock, or raise BackwardTimeout."""
-        if not self.lock.acquire(timeout=_LEAF_SECONDS):
+        seconds = LEAF_SECONDS if seconds is None else seconds
+        if not self.lock.acquire(timeout=max(0.0, seconds)):
             leaf = self.tensor()
             shape = () if leaf is None else tuple(leaf.shape)
             raise BackwardTimeout(
-                f"a leaf of shape {shape} was held for {_LEAF_SECONDS:g} s "
+                f"a leaf of shape {shape} was held for {seconds:.3g} s "
                 "by the hooks of another backward",
                 hint="a hook on a leaf must not wait for a pass that needs the same leaf",
             )
 
-    __enter__ = wait
+    def __enter__(self) -> None:
+        self.wait()
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.autograd.graph.walk import node_of
 from gradwire.autograd.undo.leaf import (
     Addition,
     Gradient,
@@ -38,8 +37,8 @@ from gradwire.autograd.undo.leaf import (
     version_of,
     without,
 )
-from gradwire.errors import BackwardTimeout
-from gradwire.torch_private import Node, current_run
+from gradwire.errors import BackwardTimeout, UsageError
+from gradwire.torch_private import Node, accumulator_of, current_run
 
 if TYPE_CHECKING:
     from gradwire.autograd.undo.undo_log import UndoLog
@@ -131,11 +130,13 @@ class LeafEntry:
         leaf = record.tensor()
         assert leaf is not None, "its node holds it"
         if not record.lock.acquire(False):
-            record.wait()
+            record.wait(self.undo_log.patience())
         if record.parked is not None:
             record.parked.move()
         own = self._own = leaf.grad
         now = own if into is None else into.get(leaf)
+        if now is not own:
+            self._check_fits(leaf, own)
         is_first, self.is_touched = not self.is_touched, True
         self.is_open, self._added = True, None
         if is_first:  # listed before anything can raise: `UndoLog.unwatch` closes it
@@ -153,23 +154,38 @@ class LeafEntry:
         if is_first:
             self._old_version, self._value = version, value
 
+    def _check_fits(self, leaf: torch.Tensor, own: Gradient) -> None:
+        """UsageError if the `.grad` of a leaf could not be put back after the run."""
+        try:
+            leaf.grad = own
+        except RuntimeError as error:  # the leaf was changed by its `.data`
+            self._record.lock.release()
+            raise UsageError(
+                f"a leaf of shape {tuple(leaf.shape)} has a .grad that does not fit it: {error}",
+                hint="set its .grad to None when you change the leaf by .data",
+            ) from error
+
     def close(self) -> None:
         """Remember the gradient after the run, and put the leaf's own `.grad` back."""
-        record, into = self._record, self.undo_log.into
-        leaf = record.tensor()
+        leaf = self._record.tensor()
         is_guest, self.is_open, self._is_guest = self._is_guest, False, False
-        if leaf is not None and not is_guest:
-            new = leaf.grad
-            if into is not None:
-                if self.undo_log.outer is None:
-                    self._to_map(leaf, new, into)
-                else:
-                    record.parked = self
-                    self.undo_log.outermost.parked.append(self)
-            self._set_new(new)
-            if len(record.unfinished) > 1:
-                self._tell_others(new)
-        record.lock.release()
+        try:
+            if leaf is not None and not is_guest:
+                self._close(leaf)
+        finally:
+            self._record.lock.release()
+
+    def _close(self, leaf: torch.Tensor) -> None:
+        record, into, new = self._record, self.undo_log.into, leaf.grad
+        if into is not None:
+            if self.undo_log.outer is None:
+                self._to_map(leaf, new, into)
+            else:
+                record.parked = self
+                self.undo_log.outermost.parked.append(self)
+        self._set_new(new)
+        if len(record.unfinished) > 1:
+            self._tell_others(new)
 
     def _to_map(
         self, leaf: torch.Tensor, new: Gradient, into: dict[torch.Tensor, torch.Tensor]
@@ -189,7 +205,7 @@ class LeafEntry:
         If so the lock is held until `close`, so that no other run opens the leaf.
         """
         record, undo_log = self._record, self.undo_log
-        record.wait()
+        record.wait(undo_log.patience())
         parked = record.parked
         is_parked = parked is not None and parked.undo_log.outermost is undo_log.outermost
         self.is_open = self._is_guest = is_parked or undo_log.is_open_around(self.leaf)
@@ -203,9 +219,9 @@ class LeafEntry:
         if leaf is None:
             self.keep()
             return False
-        if self.undo_log.into is None:
-            view = node_of(leaf.view_as(leaf))
-            self.watch(view.next_functions[0][0])  # type: ignore[arg-type]
+        node = accumulator_of(leaf) if self.undo_log.into is None else None
+        if node is not None:  # a hook may have frozen the leaf: then nothing adds to it
+            self.watch(node)
         return True
 
     def move(self) -> None:
@@ -292,7 +308,10 @@ class LeafEntry:
         record, into, leaf = self._record, self.undo_log.into, self.leaf
         # Entries of passes that end well are removed meanwhile, without the lock. So the order is
         # taken from a copy, and this entry is removed by identity, not by its place.
-        place = (order := tuple(record.unfinished)).index(self)
+        order = tuple(record.unfinished)
+        if self not in order:  # it was kept when its leaf died
+            return True
+        place = order.index(self)
         record.unfinished.remove(self)
         if leaf is None:
             return True

@@ -37,7 +37,7 @@ import torch
 
 from gradwire.agent.requests.promise import Promise
 from gradwire.autograd.graph.context import Context
-from gradwire.autograd.undo.leaf import LeafLocks
+from gradwire.autograd.undo.leaf import LEAF_SECONDS, LeafLocks
 from gradwire.autograd.undo.leaf_entry import LeafEntry
 from gradwire.autograd.undo.nested_pass import Nested
 from gradwire.torch_private import NO_RUN, Node, current_run, when_run_ends
@@ -62,6 +62,8 @@ class UndoLog:
     inner = _stuck = 0
     """how many entries belong to backwards inside the run; how many could not be reverted"""
     _is_reopened = False
+    seconds_left: Callable[[], float] | None = None
+    """how long the pass may still take"""
 
     def __init__(
         self, locks: LeafLocks, context: Context | None, outer: UndoLog | None = None
@@ -87,6 +89,11 @@ class UndoLog:
     def outermost(self) -> UndoLog:
         """That of the outermost run. Not an attribute: a log that held itself would be a cycle."""
         return self if self.outer is None else self.outer.outermost
+
+    def patience(self) -> float:
+        """How long the run may wait for a leaf that another backward holds, in seconds."""
+        left = self.outermost.seconds_left
+        return LEAF_SECONDS if left is None else min(LEAF_SECONDS, left())
 
     def inside(self) -> UndoLog:
         """The undo log of a backward that a Function runs inside this run."""
@@ -199,9 +206,13 @@ class UndoLog:
                 self._stuck += 1
                 _log.exception("a pass inside a failed one could not be taken back")
         while self.entries:
-            if not self.entries.pop().put_back():
-                self._stuck += 1
+            try:
+                if self.entries.pop().put_back():
+                    continue
                 _log.error("a gradient of a failed pass stays: it was used or changed since")
+            except Exception:  # the rest is reverted all the same
+                _log.exception("a gradient of a failed pass could not be reverted")
+            self._stuck += 1
 
     def what_stays(self, me: str) -> str:
         """After `undo`: a sentence about the gradients that could not be reverted, or ''."""

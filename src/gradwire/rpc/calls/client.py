@@ -27,7 +27,7 @@ from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.modes import current_modes
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
-from gradwire.errors import BadMessage, CallTimeout, Cancelled, UsageError
+from gradwire.errors import ArgumentTypeError, BadMessage, CallTimeout, Cancelled, UsageError
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.options import DEFAULT, FOREVER, Timeout
 from gradwire.rpc.behavior import Behavior, Translated
@@ -403,6 +403,17 @@ Deadline = Callable[[Timeout], float]
 """`deadline_from` with the clock and the default of one worker"""
 
 
+def _seconds(timeout: object) -> float:
+    """As a float: numpy's numbers are not sent."""
+    try:
+        return float(timeout)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"timeout={timeout!r:.80} is not a number of seconds",
+            hint="timeout=None waits as long as the other worker lives",
+        ) from error
+
+
 def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
     """The deadline of a wait that begins now; never later than that of the call being served.
 
@@ -411,7 +422,9 @@ def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
     if timeout is DEFAULT:
         seconds = default
     else:
-        seconds = FOREVER if timeout is None else min(timeout, FOREVER)
+        if type(timeout) is not float:
+            timeout = FOREVER if timeout is None else _seconds(timeout)
+        seconds = min(timeout, FOREVER)
         if not seconds > 0:
             raise UsageError(
                 f"timeout={timeout!r} is not a positive number of seconds",
