@@ -28,6 +28,7 @@ from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import Body, Call
 from gradwire.testing import cluster
+from gradwire.transport.memory import MemoryNetwork
 from gradwire.wire.message import Frame, Kinds, check_arrived, encode, has_more_than, kind_of
 from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
 from tests.gates import GATES
@@ -425,8 +426,7 @@ def test_connections_of_one_peer_are_limited():
     with limited(connections=2) as workers:
         assert workers[0].run(gradwire.rpc_sync, "w1", echo, (1,)) == 1
         connections = workers[0].worker.agent._connections
-        deadline = workers[0].worker.agent.clock.now() + 5
-        connections._dial(1, deadline)
+        connections._use(1, MemoryNetwork().pair()[0])
         with pytest.raises(OverLimit, match=r"w1 has 2 connections(.|\n)*Limits\(connections=…\)"):
-            connections._dial(1, deadline)
+            connections._use(1, MemoryNetwork().pair()[0])
         assert workers[0].run(gradwire.rpc_sync, "w1", echo, (1,)) == 1

@@ -404,7 +404,9 @@ Deadline = Callable[[Timeout], float]
 
 
 def _seconds(timeout: object) -> float:
-    """As a float: numpy's numbers are not sent."""
+    """As a float: numpy's numbers are not sent. hot: each call with a timeout"""
+    if type(timeout) is float:
+        return timeout
     try:
         return float(timeout)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
@@ -422,9 +424,7 @@ def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
     if timeout is DEFAULT:
         seconds = default
     else:
-        if type(timeout) is not float:
-            timeout = FOREVER if timeout is None else _seconds(timeout)
-        seconds = min(timeout, FOREVER)
+        seconds = FOREVER if timeout is None else min(_seconds(timeout), FOREVER)
         if not seconds > 0:
             raise UsageError(
                 f"timeout={timeout!r} is not a positive number of seconds",
