@@ -30,14 +30,7 @@ from gradwire.agent.requests.promise import Pending, Promise, RequestTable, unse
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Lane, Payload, Source, payload_of
 from gradwire.agent.serving.thread_pool import Job, mine
-from gradwire.errors import (
-    Cancelled,
-    DeadlinePassed,
-    GradwireError,
-    NotSerializable,
-    PeerLost,
-    UsageError,
-)
+from gradwire.errors import DeadlinePassed, GradwireError, NotSerializable, PeerLost, UsageError
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Limits, Options
@@ -164,8 +157,7 @@ class Agent:
         `notify_cancel`, the peer is notified if nobody waits for the answer any more.
         """
         promise: Promise[Outcome] = Promise()
-        known = self._channels_to(to)
-        via = known[0] if known else None
+        via = known[0] if (known := self._channels_to(to)) else None
         now = self.clock.now()
         check_may_wait(description)
         entry = Pending(to, description, now, deadline, promise, phase, inbound, notify_cancel, via)
@@ -179,8 +171,8 @@ class Agent:
             self.timer.need(deadline)
         try:
             if inbound is not None and inbound.cancelled:
-                name = self.directory.name(to)
-                raise entry.cancelled(name, self.directory.me.id, inbound.cancelled)
+                me = self.directory.me.id
+                raise entry.cancelled(self.directory.name(to), me, inbound.cancelled)
             frame = _make_frame(message, payload, self.limits, n)
             if via is None:
                 via = entry.via = self._connections.to(to, deadline)
@@ -234,11 +226,12 @@ class Agent:
 
     def cancel(self, promise: Promise[Outcome], why: str) -> bool:
         """Cancel a request; False if its answer has come already."""
+        pending = self._calls.maybe(promise.request)
         try:
             return self._cancel(self._calls.cancelled(promise.request), why)
         except BaseException:  # a signal handler has raised: as in `_answer_came`
-            if promise.request not in self._calls:
-                promise.settle(Cancelled(f"a request was cancelled: {why}"))
+            if pending is not None and pending.n not in self._calls:
+                self._cancel([pending], why)
             raise
 
     def _cancel(self, requests: list[Pending], why: str) -> bool:
@@ -380,16 +373,15 @@ class Agent:
                 outcome = self.revive(message)
             except Exception as error:  # the waiting thread must get some outcome
                 outcome = error
-        number, pending = frame.request, self._calls.maybe(frame.request)
+        pending = self._calls.maybe(frame.request)
         try:
-            if self._calls.answered(number, worker) is not None:
-                assert pending is not None, "it was there"
-                pending.promise.settle(outcome)
+            if (taken := self._calls.answered(frame.request, worker)) is not None:
+                taken.promise.settle(outcome)
                 return
         except BaseException:
             # A signal handler has raised here, perhaps in a thread that does not wait for this
             # answer. If the request is in no table, nobody else settles it.
-            if pending is not None and number not in self._calls:
+            if pending is not None and pending.n not in self._calls:
                 pending.promise.settle(outcome)
             raise
         self.noting.came_late(worker)
