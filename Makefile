@@ -10,8 +10,8 @@ SECONDS ?= 600
 ROUNDS ?= 500
 MINUTES ?= 30
 TIMES ?= 20
-# One more process than cores: many tests wait.
-PARALLEL ?= -n $$($(PY) -c 'import os; print(min(8, os.cpu_count() + 1))') --dist loadfile
+# More processes than cores: many tests wait.
+PARALLEL ?= -n $$($(PY) -c 'import os; print(min(8, os.cpu_count() + 2))') --dist loadfile
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
 TYPED := tests/simulate tests/injection tests/conformance/faulty tests/process_cluster.py tests/transport/conformance.py
 PIP_QUIET := --quiet --disable-pip-version-check

@@ -24,6 +24,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 FDS = Path("/proc/self/fd")
 SECONDS = 5.0
+HERE = Path(__file__).parent
+IN_ONE_PROCESS = {"agent", "autograd", "nn", "optim", "rpc", "security", "transport", "wire"}
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take long or wait for processes first: the short ones fill the gaps at the end."""
+    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] in IN_ONE_PROCESS)
 
 
 def our_threads() -> set[threading.Thread]:

@@ -400,6 +400,7 @@ def test_an_answer_that_comes_after_its_deadline_is_dropped(workers, gate):
 
 def test_the_options_say_how_long_a_call_waits_that_does_not_say_so_itself(gate):
     with cluster(2, expose=[HERE], options=Options(timeouts=Timeouts(call=0.02))) as hasty:
+        hasty[0].run(gw.rpc_sync, "w1", name, timeout=5)  # connects
         with pytest.raises(CallTimeout, match=r"within 0\.0"):
             hasty[0].run(call, "w1", nap, gate)
         GATES[gate].set()
