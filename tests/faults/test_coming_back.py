@@ -99,8 +99,11 @@ def test_one_that_is_taken_for_gone_and_connects_again_is_waited_for():
         leaving = [pool.submit(workers[1].worker.shutdown, graceful=True)]
         progress = workers[1].worker._graceful_shutdown._progress
         assert eventually(lambda: workers[0].worker._graceful_shutdown._progress.has_reached(1, 1))
+        channels = workers[0].worker.agent._connections.channels
+        (before,) = channels[1]
         workers[1].run(redirect, "w0", "memory://nowhere")
         assert eventually(lambda: progress.missing(1) == [2]), "nobody listens there"
+        assert eventually(lambda: before not in channels.get(1, ())), "it has noticed the cut"
 
         assert workers[0].run(gradwire.rpc_sync, "w1", doubled, args=(2,)) == 4
         leaving.append(pool.submit(workers[2].worker.shutdown, graceful=True))
