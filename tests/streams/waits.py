@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gradwire as gw
 from gradwire import Options
+from gradwire.agent.peers.secret import write_secret
 
 SIZE = 1 << 20
 DEVICE_WIDE = {"cudaDeviceSynchronize", "cuCtxSynchronize"}
@@ -80,9 +81,7 @@ def counted(steps: int) -> dict[int, Counter[str]]:
     context = multiprocessing.get_context("spawn")
     counts: Queue[tuple[int, Counter[str]]] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        secret = Path(folder, "secret")
-        secret.touch(0o600)
-        secret.write_bytes(b"s" * 32)
+        write_secret(Path(folder, "secret"))
         both = [context.Process(target=work, args=(n, folder, steps, counts)) for n in range(2)]
         for process in both:
             process.start()

@@ -27,6 +27,7 @@ T = TypeVar("T", bound=BaseException)
 _log = logging.getLogger("gradwire")
 _MOST_TEXT = 1 << 20
 _UNKNOWN = "builtins:Exception"
+_plain_name = type.__dict__["__name__"].__get__  # whatever its metaclass does
 _set_args = BaseException.__dict__["args"].__set__
 _set_cause = BaseException.__dict__["__cause__"].__set__
 _IS_HEAP_TYPE = 1 << 9  # set by CPython on every class that a class statement made
@@ -48,7 +49,9 @@ def describe(error: BaseException, worker: str, name_of: NameOf) -> Failure:
         is_main = threading.current_thread() is threading.main_thread()
         if isinstance(failed, KeyboardInterrupt) and is_main:
             raise
-        text = f"an exception that cannot be described: {object.__repr__(failed)}"
+        text = (
+            f"an exception that cannot be described: to print it raised {_plain_name(type(failed))}"
+        )
         return Failure(_UNKNOWN, text, None, "", worker)
 
 
