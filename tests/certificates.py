@@ -46,7 +46,8 @@ def job() -> Folder:
 
 @cache
 def other_job() -> Folder:
-    """Another authority with a w0 of its own."""
+    """Another authority with a w0 and a w1 of its own."""
     folder = folder_of("other")
-    authority("other").enrol(folder, "w0", DAY)
+    for name in ("w0", "w1"):
+        authority("other").enrol(folder, name, DAY)
     return folder

@@ -148,7 +148,8 @@ class Options:
     """workers come and go, and WORLD_SIZE is ignored; also the case if no world size is given"""
     listen: str = "auto"
     """where this worker listens: unix, tcp://host:port, or auto: unix if the rendezvous is on this
-    machine, else the local address on the route to the rendezvous host
+    machine, else the local address on the route to the rendezvous host; peers are told that address
+    also for a wildcard such as tcp://0.0.0.0:29500
     """
     tls: Tls | None = None
     """for TLS between machines; by default GRADWIRE_TLS_CERT, GRADWIRE_TLS_KEY, GRADWIRE_TLS_CA"""
@@ -241,7 +242,7 @@ def rendezvous_host(init_method: str) -> str:
     """The host of the rendezvous store; empty for a file."""
     if init_method.startswith("env"):
         return os.environ.get("MASTER_ADDR", "")
-    return urlparse(init_method).hostname or ""
+    return _host_and_port(init_method)[0]
 
 
 def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | None:
@@ -253,11 +254,28 @@ def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | N
     from_environment = init_method.startswith("env")
     if rank is None and from_environment:
         rank = _maybe_int("RANK")
+    if from_environment:
+        host, port = rendezvous_host(init_method), _maybe_int("MASTER_PORT")
+    else:
+        host, port = _host_and_port(init_method)
     if rank is None or (rank == 0 and not by_agent):  # without a rank torch refuses, at once
         return None
-    host = rendezvous_host(init_method)
-    port = _maybe_int("MASTER_PORT") if from_environment else urlparse(init_method).port
     return (host, port) if host and port else None
+
+
+def _host_and_port(url: str) -> tuple[str, int | None]:
+    asked = urlparse(url)
+    if asked.netloc.count(":") > 1 and not asked.netloc.startswith("["):
+        raise UsageError(
+            f"no rendezvous at {url}: an IPv6 address needs brackets",
+            hint=f"{asked.scheme}://[ADDRESS]:PORT",
+        )
+    try:
+        return asked.hostname or "", asked.port
+    except ValueError as error:
+        raise UsageError(
+            f"no rendezvous at {url}: {error}", hint=f"{asked.scheme}://HOST:PORT"
+        ) from error
 
 
 def put_first_on_python_path(directory: str) -> None:

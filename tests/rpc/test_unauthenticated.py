@@ -395,7 +395,7 @@ def test_no_listener_beyond_this_machine_without_tls(listen):
 
 
 def test_insecure_listens_anywhere_and_says_so_at_each_start(caplog):
-    options = Options(listen="tcp://0.0.0.0:0", insecure=True)
+    options = Options(init_method="tcp://localhost:1", listen="tcp://0.0.0.0:0", insecure=True)
     with caplog.at_level(logging.WARNING, "gradwire"):
         for rank in range(2):
             join(f"w{rank}", rank, None, options, store=HashStore()).close()

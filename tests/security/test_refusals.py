@@ -9,6 +9,7 @@ import pytest
 
 import gradwire
 from gradwire.agent.peers.refusals import Refusals
+from gradwire.current import current_worker
 from gradwire.errors import NotExposed, OverLimit, PeerLost
 from gradwire.options import Limits, Options
 from gradwire.testing import cluster
@@ -48,6 +49,16 @@ def test_a_refused_function_is_counted_each_time_and_logged_once_for_each_peer(c
     assert [line.split(":")[0] for line in told] == ["w1 refused w0", "w1 refused w2"]
     assert "tests.security.test_refusals:hidden is not exposed on this worker" in told[0]
     assert "the next are only counted" in told[0]
+
+
+def test_the_counts_of_a_worker_can_be_read_after_its_shutdown(tmp_path):
+    options = Options(listen="unix", init_method=f"file://{tmp_path}/meeting")
+    gradwire.init_rpc("w0", 0, None, options)
+    current_worker.find().refusals.count("late", "w1")
+    before = gradwire.refusals()
+    gradwire.shutdown()
+
+    assert gradwire.refusals() == before == {"late": 1}
 
 
 def test_a_reference_that_was_refused_is_counted_too():

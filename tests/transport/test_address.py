@@ -53,9 +53,14 @@ def test_a_tcp_address_needs_a_port(text):
         parse_address(text)
 
 
-def test_a_host_with_colons_needs_brackets():
-    with pytest.raises(UsageError, match="'tcp://::1:80' needs brackets around its host"):
-        parse_address("tcp://::1:80")
+@pytest.mark.parametrize("text", ["tcp://::1:80", "tcp://::1", "tls://2001:db8::", "tcp://fe80::a"])
+def test_an_ipv6_address_needs_brackets_and_the_hint_shows_them(text):
+    scheme = text.partition(":")[0]
+    with pytest.raises(UsageError) as caught:
+        parse_address(text)
+    assert str(caught.value) == (
+        f"'{text}' has an IPv6 address without brackets\nhint: {scheme}://[ADDRESS]:PORT"
+    )
 
 
 def test_the_scheme_chooses_the_transport():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -18,6 +19,7 @@ from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost, UsageError
 from gradwire.transport import tcp, unix
 from gradwire.transport.base import Channel, Listener, Transport
 from gradwire.transport.memory import MemoryNetwork
+from gradwire.transport.sockets import stream
 from gradwire.transport.tcp import TcpTransport
 from gradwire.transport.tls import TlsTransport
 from gradwire.transport.unix import UnixTransport
@@ -339,3 +341,28 @@ def test_tcp_for_this_host_only_listens_here(place):
     near = TcpTransport(this_host_only=True).connect(listener.address, soon())
     for each in (near, listener.accept(), listener):
         each.close()
+
+
+def blocked(error: OSError) -> str | None:
+    with (
+        pytest.raises((PeerLost, DeadlinePassed)) as caught,
+        stream.connecting_to("tcp://192.0.2.1:80", hint="it is gone", blocked_hint="open port 80"),
+    ):
+        raise error
+    return caught.value.hint
+
+
+def test_what_a_firewall_causes_has_a_hint_of_its_own():
+    assert blocked(TimeoutError()) == "open port 80"
+    assert blocked(OSError(errno.EHOSTUNREACH, "no route to host")) == "open port 80"
+    assert blocked(OSError(errno.ENETUNREACH, "network is unreachable")) == "open port 80"
+    assert blocked(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) == "it is gone"
+
+
+def test_one_that_never_answers_on_another_machine_shows_which_port_to_open():
+    with pytest.raises(DeadlinePassed) as caught:
+        TcpTransport().connect("tcp://192.0.2.1:8080", time.monotonic() - 1)
+    assert caught.value.hint == (
+        "firewalls must let the other workers connect to port 8080 of 192.0.2.1; "
+        'Options(listen="tcp://0.0.0.0:PORT") there sets the port'
+    )

@@ -156,7 +156,7 @@ def test_a_name_is_not_compared_by_its_beginning_or_its_case():
 
 def test_the_certificate_of_another_authority_is_refused():
     refused = []
-    other = TlsTransport(other_job().tls("w0"), refused=lambda why, _: refused.append(why))
+    other = TlsTransport(other_job().tls("w0"), refused_by=lambda why, _: refused.append(why))
     with closing(other.listen("tls://")) as listener:
         with pytest.raises(
             NotTrusted, match=f"^{listener.address} is not trusted: its certificate"

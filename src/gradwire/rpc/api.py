@@ -29,7 +29,7 @@ from gradwire.options import (
 from gradwire.rpc.calls.client import Make, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.expose.registry import name_of
-from gradwire.rpc.join import clear_default_worker, join, set_default_worker
+from gradwire.rpc.join import clear_default_worker, join, last_left, set_default_worker
 from gradwire.rpc.retry import can_repeat
 from gradwire.rpc.rref import RRef
 from gradwire.rpc.worker import Exposed, Worker
@@ -132,13 +132,14 @@ def incarnation(worker: To | None = None) -> int:
 
 
 def refusals() -> dict[str, int]:
-    """How many requests and messages this worker has refused so far, by kind.
+    """How many requests and messages this worker has refused, by kind; also after its shutdown.
 
     For `not exposed`, `bad message` and `over limit`, the first of each kind from each peer is
     logged with the reason. `late` counts messages for a call, a pass or a context that has ended,
     `earlier incarnation` messages that a worker sent before it was started again; both are ignored.
     """
-    return _here().refusals.seen()
+    left = last_left.value if current_worker.maybe_find() is None else None
+    return (_here().refusals if left is None else left).seen()
 
 
 def rpc_sync(

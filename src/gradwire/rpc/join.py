@@ -1,4 +1,4 @@
-"""How a process joins a world as a worker, where it listens, and the default worker of a process.
+"""How a process joins a world as a worker, and the default worker of a process.
 
 A *closed* world has a size: all of its workers meet, and leave together. An *open* one has none:
 each worker joins those that are there, and leaves alone.
@@ -7,8 +7,6 @@ each worker joins those that are there, and leaves alone.
 from __future__ import annotations
 
 import atexit
-import logging
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -26,28 +24,20 @@ from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.current import ProcessValue, current_worker
 from gradwire.errors import DeadlinePassed, PeerLost, UsageError
 from gradwire.ids import LAST_WORKER
-from gradwire.options import Options, faults_from_environment, rendezvous_host, tls_from_environment
+from gradwire.options import Options, faults_from_environment
 from gradwire.rpc.behavior import NATIVE, Behavior
+from gradwire.rpc.listening import listen, reachable_address, transports_for
 from gradwire.rpc.worker import Exposed, Worker
 from gradwire.transport.address import Transports
-from gradwire.transport.base import Listener, Transport
-from gradwire.transport.shared_memory import SHARED_AT_MOST
-from gradwire.transport.tcp import TcpTransport
-from gradwire.transport.tls import TlsTransport
-from gradwire.transport.unix import UnixTransport
 
 MakeWorker = Callable[[Directory, str, RosterStore | None], Worker]
 """Makes the worker of a directory and a job; in an open world with its roster."""
 
 _UNDO_SECONDS = 2.0
-_HINTS = {
-    "tcp": "this worker has a certificate and uses TLS: start the other one with tls=… too",
-    "tls": "this worker has no certificate: start it with Options(tls=Tls(…)) or GRADWIRE_TLS_CERT",
-}
-_LOOPBACK = {"localhost", "127.0.0.1", "::1", ""}
-_log = logging.getLogger("gradwire")
 _last_store: ProcessValue[Store] = ProcessValue()
 """The rendezvous store that this process used last."""
+last_left: ProcessValue[Refusals] = ProcessValue()
+"""The refusals of the default worker of this process that left last."""
 
 
 def join(
@@ -85,7 +75,8 @@ def join(
                 roster=roster,
             )
 
-        me = Member(rank, name, listener.address, options.incarnation, note)
+        address = reachable_address(listener.address, options)
+        me = Member(rank, name, address, options.incarnation, note)
         if world_size is None:
             return _join_open(me, signed, transports, options, make_worker)
         return _join_closed(me, signed, world_size, options, make_worker)
@@ -177,80 +168,5 @@ def set_default_worker(worker: Worker) -> None:
 def clear_default_worker(worker: Worker) -> None:
     """Remove the default worker, so that the process can join again."""
     current_worker.set_default(None)
+    last_left.value = worker.refusals
     atexit.unregister(worker.close)
-
-
-def transports_for(options: Options, name: str, refusals: Refusals | None = None) -> Transports:
-    """The transports by which the worker of that name reaches other processes.
-
-    Plain TCP is limited to this machine unless `options.insecure` is set. A worker that has a
-    certificate never uses it: an address from the rendezvous could be anywhere.
-    """
-    tls = options.tls or tls_from_environment()
-    stall, limits, checksum = options.timeouts.stall, options.limits, options.checksum
-    shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
-    counted = refusals or Refusals()
-
-    def refused(kind: str, remote: str) -> None:
-        if counted.count(kind, remote):
-            _log.warning("refused %s: %s", remote, kind)
-
-    unix = UnixTransport(
-        stall=stall, limits=limits, shared_bytes=shared_bytes, checksum=checksum, refused=refused
-    )
-    known: dict[str, Transport] = {"unix": unix}
-    if tls is None:
-        known["tcp"] = TcpTransport(
-            stall=stall, limits=limits, checksum=checksum, this_host_only=not options.insecure
-        )
-    else:
-        known["tls"] = over_tls = TlsTransport(
-            tls,
-            stall=stall,
-            limits=limits,
-            patience=options.timeouts.handshake,
-            refused=refused,
-        )
-        if name not in over_tls.names:
-            raise UsageError(
-                f"{name} has a certificate for {', '.join(over_tls.names)}",
-                hint=f"`gradwire certs --workers {name}` makes one for it",
-            )
-    return Transports(known, _HINTS)
-
-
-def listen(transports: Transports, options: Options) -> Listener:
-    """Open the listener that `options.listen` asks for.
-
-    With `auto`, it is a unix socket if the rendezvous is on this machine. Otherwise it is the local
-    address on the route to the rendezvous host.
-    """
-    if options.insecure:
-        _log.warning(
-            "insecure=True: traffic to other machines may go without TLS, where anyone on the "
-            "network path can read and change it"
-        )
-    address = options.listen
-    if address == "auto":
-        host = rendezvous_host(options.init_method)
-        address = "unix" if host in _LOOPBACK else f"tcp://{_address_towards(host)}:0"
-    if address == "unix":
-        return transports.listen("unix://")
-    if "tls" in transports.schemes and address.startswith("tcp://"):
-        address = "tls" + address.removeprefix("tcp")  # this worker has a certificate
-    return transports.listen(address)
-
-
-def _address_towards(host: str) -> str:
-    """The local address on the route to a host. This sends no packet."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            found: str = probe.getsockname()[0]
-    except OSError as error:
-        raise UsageError(
-            f"no route to rendezvous host {host}: {error}",
-            hint="correct init_method or MASTER_ADDR, or set Options(listen=…)",
-        ) from error
-    return f"[{found}]" if family == socket.AF_INET6 else found

@@ -49,12 +49,14 @@ def parse_address(text: str, expected: str | None = None) -> Address:
         )
     if scheme not in ("tcp", "tls"):
         return Address(scheme, rest)
+    if rest.count(":") > 1 and not rest.startswith("["):
+        raise UsageError(
+            f"{text!r} has an IPv6 address without brackets", hint=f"{scheme}://[ADDRESS]:PORT"
+        )
     has_port = rest and not rest.endswith("]")
     host, _, port = rest.rpartition(":") if has_port else (rest, "", "0")
     if not (port.isascii() and port.isdigit() and int(port) <= _LAST_PORT):
         raise UsageError(f"{text!r} has no port between 0 and {_LAST_PORT}", hint=_HINT)
-    if ":" in host.removeprefix("[").removesuffix("]") and not host.startswith("["):
-        raise UsageError(f"{text!r} needs brackets around its host", hint=_HINT)
     return Address(scheme, host.removeprefix("[").removesuffix("]"), int(port))
 
 

@@ -20,6 +20,7 @@ from gradwire.transport.sockets import stream
 from gradwire.transport.sockets.channel import LIMITS, STALL, SocketChannel
 
 _DEFAULT_HOST = "127.0.0.1"
+_THIS_HOST = {"127.0.0.1", "::1", "localhost"}
 _PROBES = 3
 _NEAR_BUFFER = 1 << 18
 
@@ -78,7 +79,7 @@ def connected(
     where = parse_address(address, scheme)
     if not (where.place and where.port):
         raise UsageError(f"{address} does not say which host and port to connect to")
-    with stream.connecting_to(address):
+    with stream.connecting_to(address, blocked_hint=_port_hint(where)):
         failure: OSError = TimeoutError("no time was left")
         for family, place in _resolve(address, where.place, where.port, this_host_only):
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -97,6 +98,15 @@ def connected(
             else:
                 return sock
         raise failure
+
+
+def _port_hint(where: Address) -> str | None:
+    if where.place in _THIS_HOST:
+        return None
+    return (
+        f"firewalls must let the other workers connect to port {where.port} of {where.place}; "
+        'Options(listen="tcp://0.0.0.0:PORT") there sets the port'
+    )
 
 
 def tuned(sock: socket.socket, scheme: str, stall: float) -> str:

@@ -46,7 +46,7 @@ _LONGEST_WAIT: Final = 3600.0
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _HANDSHAKE: Final = 0x16
 _ACCEPTED: Final = b"w"
-_ONE_AUTHORITY = "all certificates of a job are signed by one authority, and valid on both clocks"
+ONE_AUTHORITY = "all certificates of a job are signed by one authority, and valid on both clocks"
 
 
 @final
@@ -54,7 +54,8 @@ class TlsTransport:
     """The transport for tls://host:port.
 
     A client must complete the handshake within `patience` seconds; the oldest of more than
-    `limits.pending_handshakes` is dropped. `refused(kind, remote)` is called for each refused one.
+    `limits.pending_handshakes` is dropped. `refused(kind, remote)` is called for each refused one,
+    `refused_by` for one that refuses this worker.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class TlsTransport:
         stall: float = STALL,
         patience: float = 5.0,
         refused: Callable[[str, str], None] = lambda kind, remote: None,
+        refused_by: Callable[[str, str], None] = lambda kind, remote: None,
     ) -> None:
-        self.identity, self.refused, self._stall = Identity(tls), refused, stall
+        self.identity, self._stall = Identity(tls), stall
+        self.refused, self.refused_by = refused, refused_by
         self.names = self.identity.names  # of this worker, in its certificate
         self.patience, self.pending_handshakes = patience, limits.pending_handshakes
         self._socket_channel = partial(SocketChannel, limits=limits, stall=stall, pool=BlockPool())
@@ -133,13 +136,18 @@ def _untrusted(address: str, error: ssl.SSLError) -> NotTrusted:
     words = words_of(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         return NotTrusted(
-            f"{address} is not trusted: its certificate is refused: {words}", hint=_ONE_AUTHORITY
+            f"{address} is not trusted: its certificate is refused: {words}", hint=ONE_AUTHORITY
         )
-    if words.startswith("alert ") and not words.endswith("version"):
-        return NotTrusted(f"{address} does not trust this worker: {words}", hint=_ONE_AUTHORITY)
+    if _is_alert(words) and not words.endswith("version"):
+        return NotTrusted(f"{address} does not trust this worker: {words}", hint=ONE_AUTHORITY)
     return NotTrusted(
         f"{address} does not speak TLS 1.3: {words}", hint="start every worker with Options(tls=…)"
     )
+
+
+def _is_alert(words: str) -> bool:
+    """Whether the peer has ended the handshake and said why."""
+    return words.startswith("alert ")
 
 
 class _Refused(Exception):
@@ -302,7 +310,8 @@ class TlsListener:
     def _refuse(self, pending: _PendingHandshake, why: str) -> None:
         self._forget(pending)
         pending.sock.close()
-        self._transport.refused(why, f"tls://{pending.host}")
+        told = self._transport.refused_by if _is_alert(why) else self._transport.refused
+        told(why, f"tls://{pending.host}")
 
     def _forget(self, pending: _PendingHandshake) -> None:
         if self._pending.pop(pending, pending) is None:

@@ -17,6 +17,7 @@ learns of it there. A channel whose Hellos were exchanged before a loss is not u
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -47,6 +48,7 @@ _BOTH_DIAL_SECONDS = 0.5
 """How long a peer that has dialled us waits for our own dialling: until that has a connection, and
 then until its handshake is over. If we cannot reach the peer, its channel is the only one."""
 _HELLO = Kinds([Hello])
+_log = logging.getLogger("gradwire")
 _Losses = tuple[int, int] | None
 
 
@@ -193,6 +195,8 @@ class Connections:
         try:
             channel = self._transports.connect(address, limit, name)
         except GradwireError as error:
+            if isinstance(error, NotTrusted):
+                self._note_distrust(address, error)
             error.about(name, link=address, phase="connect")
             raise
         if known := self.channels.get(worker):  # it has dialled us meanwhile
@@ -210,7 +214,7 @@ class Connections:
                 raise
             kind: type[GradwireError] = PeerLost
             if isinstance(error, NotTrusted):
-                self._refusals.count("listener not trusted", channel.remote)
+                self._note_distrust(channel.remote, error)
                 kind = NotTrusted
             elif self._clock.now() >= deadline:
                 kind = DeadlinePassed
@@ -218,6 +222,12 @@ class Connections:
             failed = kind(message, hint=error.hint)
             raise failed.about(name, link=channel.remote, phase="connect") from error
         return self._use(worker, channel, (here, theirs.losses))
+
+    def _note_distrust(self, remote: str, error: NotTrusted) -> None:
+        """Count it, and log the reason the first time: a caller may not show the error."""
+        if self._refusals.count("listener not trusted", remote):
+            me = self._directory.me.name
+            _log.warning("%s made no connection to %s: %s", me, remote, str(error))
 
     def _welcome(self, channel: Channel, until: float) -> None:
         """Use a channel that a peer dialled, if the handshake succeeds; else raise why."""

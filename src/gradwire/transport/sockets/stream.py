@@ -27,6 +27,7 @@ SocketLike: TypeAlias = "socket.socket | TlsStream"
 _LONGEST_WAIT: Final = 86400.0
 _BACKLOG: Final = 1024
 _OUT_OF_HANDLES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_BLOCKED: Final = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM}
 SPIN_SECONDS: Final = 1e-3
 _DESCHEDULED_SECONDS: Final = 500e-6
 _REST_SECONDS: Final = 0.02
@@ -108,14 +109,24 @@ def seconds_until(deadline: float) -> float:
 
 
 @contextmanager
-def connecting_to(address: str, hint: str | None = None) -> Iterator[None]:
-    """Translate the OSErrors of a connect into DeadlinePassed and PeerLost."""
+def connecting_to(
+    address: str, hint: str | None = None, blocked_hint: str | None = None
+) -> Iterator[None]:
+    """Translate the OSErrors of a connect into DeadlinePassed and PeerLost.
+
+    `blocked_hint` is for those that a firewall causes: no answer at all, or that of a router.
+    """
     try:
         yield
     except TimeoutError as error:
-        raise DeadlinePassed(f"{address} did not answer before the deadline") from error
+        raise DeadlinePassed(
+            f"{address} did not answer before the deadline", hint=blocked_hint
+        ) from error
     except OSError as error:
-        raise PeerLost(f"cannot reach {address}: {reason_of(error)}", hint=hint) from error
+        is_blocked = error.errno in _BLOCKED
+        raise PeerLost(
+            f"cannot reach {address}: {reason_of(error)}", hint=blocked_hint if is_blocked else hint
+        ) from error
 
 
 def stalled(seconds: float) -> str:
