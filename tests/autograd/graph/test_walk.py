@@ -212,3 +212,21 @@ def test_a_closed_context_is_not_heard_of_again():
 
 def test_a_context_of_ones_own_that_was_never_opened_is_not_made_by_a_message():
     assert contexts_of(0).heard_of(3) is None
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_new_thread_is_lifted_exactly_above_a_depth(mode):
+    found = []
+
+    def work():
+        with mode():
+            for depth in (0, 1, 700, 300, 701):
+                graph.lift_this_thread(depth)
+        made = [(torch.ones((), requires_grad=True) * 2).grad_fn for _ in range(2)]
+        found.extend(map(sequence_number, made))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+    assert found == [702, 703]

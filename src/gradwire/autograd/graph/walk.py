@@ -54,7 +54,7 @@ import msgspec
 import torch
 
 from gradwire.autograd.graph.lineage import NOTHING, Lineage, union
-from gradwire.torch_private import AccumulateGrad, Node, lift, recording, sequence_number
+from gradwire.torch_private import AccumulateGrad, Node, advance_sequence_number, lift
 
 ROOM = 1000
 """The depths of most programs: a thread that enters a context makes its nodes above them."""
@@ -151,14 +151,9 @@ _thread = _ThreadDepth()
 
 
 def lift_this_thread(depth: int) -> None:
-    """Create nodes until this thread's sequence numbers, which cannot be set, are above a depth."""
-    if depth <= _thread.above:
-        return
-    with recording():
-        seed = torch.zeros((), requires_grad=True)
-        while (number := sequence_number(seed.view(()).grad_fn)) < depth:  # type: ignore[arg-type]
-            pass
-    _thread.above = number  # a thread's count never goes back
+    """From now on this thread's nodes have sequence numbers above a depth."""
+    if depth > _thread.above:  # a thread's count never goes back
+        _thread.above = advance_sequence_number(depth + 1) - 1
 
 
 def node_of(tensor: torch.Tensor) -> Node:
