@@ -195,7 +195,7 @@ def examples() -> list[Message]:
         Fetch(RefId(0, 5), None, 1.0),
         Fork(RefId(0, 5), ForkId(0, 7), 3, 1),
         Accept(ForkId(1, 1)),
-        Drop(RefId(0, 5), ForkId(0, 6), 2),
+        Drop([(RefId(0, 5), ForkId(0, 6))], 2),
         BackwardFrom(RefId(0, 5), context, False, 1.0),
         Start(PassId(0, 1), 1, context, {1 << 45: b"\1"}, None, False, False, 1.0, None),
         Gradients(PassId(0, 1), EdgeId(1, 0), [True], headers, [crossing]),

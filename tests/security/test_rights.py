@@ -147,7 +147,7 @@ def test_nobody_lets_go_for_another(workers):
     assert workers[0].run(held.to_here)[0] == 42
     handle = held.handle
     with pytest.raises(BadMessage, match=f"w2 may not end {handle.fork}, which w0 holds"):
-        ask(workers[2].worker, 1, Drop(handle.ref, handle.fork, 0))
+        ask(workers[2].worker, 1, Drop([(handle.ref, handle.fork)], 0))
     assert workers[0].run(held.to_here)[0] == 42
 
 
@@ -509,7 +509,7 @@ def test_a_pass_that_waits_to_begin_is_not_begun_twice():
             for _ in range(3 * RUNS):
                 for message in starts(2, 1, edges_to(victim, 0), 1):
                     say(workers[2].worker, 1, message)
-            ask(workers[2].worker, 1, Drop(RefId(2, 0), ForkId(2, 0), 0))
+            ask(workers[2].worker, 1, Drop([(RefId(2, 0), ForkId(2, 0))], 0))
             assert eventually(lambda: agent.dispatch.active == victim.agent.dispatch.active == 0)
             assert len(passes_of(victim, 2)) == 1
 

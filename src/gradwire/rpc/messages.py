@@ -136,10 +136,9 @@ class Accept(Message, frozen=True, tag=0x45):
 
 
 class Drop(Message, frozen=True, tag=0x46):
-    """I have dropped this fork."""
+    """I have dropped these forks of your values."""
 
-    ref: RefId
-    fork: ForkId
+    dropped: Sequence[tuple[RefId, ForkId]]
     acked_below: int
     """as in Fork"""
 

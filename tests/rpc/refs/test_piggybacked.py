@@ -9,6 +9,8 @@ import pytest
 
 import gradwire as gw
 from gradwire.errors import BadMessage, CallTimeout
+from gradwire.ids import ForkId, RefId
+from gradwire.rpc.messages import Drop
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
 from tests.listening import overheard
@@ -146,3 +148,33 @@ def test_a_fork_of_another_worker_is_not_accepted_by_an_answer(workers):
         call.wait()
 
     workers[0].run(program)
+
+
+def test_references_that_end_together_share_messages(workers, said):
+    def program():
+        boxes = [gw.remote("w1", Box, args=(n,)) for n in range(300)]
+        assert eventually(lambda: all(box.confirmed_by_owner() for box in boxes))
+        said.clear()
+        refs = workers[0].worker.refs
+        with refs._lock:  # nothing is sent before all are queued
+            refs.abandon()
+        assert eventually(lambda: not refs.pending)
+        assert workers[1].worker.refs.statistics().owned == 0
+        return sorted(said.names())
+
+    assert workers[0].run(program) == ["Done", "Done", "Drop", "Drop"]
+
+
+def test_one_end_without_right_in_a_message_ends_nothing(workers):
+    def program():
+        (box,) = boxes_on_w1(7)
+        ref, fork = box.handle.ref, box.handle.fork
+        stranger = workers[2].worker
+        theirs = RefId(2, 0), ForkId(2, 0)
+        drop = Drop([theirs, (ref, fork)], 0)
+        deadline = stranger.agent.clock.now() + 10
+        _, answer = stranger.agent.request(1, drop, deadline=deadline, description="a Drop")
+        assert isinstance(answer.wait(10), BadMessage)
+        return box.rpc_sync().get()
+
+    assert workers[0].run(program) == 7

@@ -49,6 +49,10 @@ CONTROL_SECONDS = 30.0
 _ASK_AGAIN_SECONDS = 0.05
 _SEND_AGAIN_SECONDS = 1.0
 _AWAITED_SECONDS = 60.0
+_MOST_DROPPED = 256
+"""Forks that one Drop names, if its limits allow it: a program may end a thousand at once."""
+_DROP_BYTES = 64
+"""more than one of them takes"""
 
 _Entry = tuple[Sending, float | None]
 """a message, and when its receiver first answered NOT_YET"""
@@ -63,6 +67,8 @@ class RefSender:
     def __init__(self, agent: Agent, table: RefTable, heard: Heard, lost: OnLost) -> None:
         self._agent, self._table, self._heard, self._lost = agent, table, heard, lost
         self._lock = agent.directory.lock
+        limits = agent.limits
+        self._most = max(1, min(_MOST_DROPPED, limits.head // _DROP_BYTES, limits.elements // 8))
         self._soon: dict[WorkerId, deque[_Entry]] = {}
         self._unreached: dict[WorkerId, float] = {}
         """when sending to a worker first failed"""
@@ -87,36 +93,43 @@ class RefSender:
                 if not waiting:
                     del self._soon[peer]
                     return
-                entry = waiting.popleft()
-            self._send(*entry)
+                entries = _next_message(waiting, self._most)
+            self._send(peer, entries)
 
-    def _send(self, sending: Sending, since: float | None) -> None:
+    def _send(self, peer: WorkerId, entries: list[_Entry]) -> None:
         with self._lock:
-            acked_below = self._table.acked_below(sending.to)
-        text = str(message := _message(sending, acked_below))
+            acked_below = self._table.acked_below(peer)
+        message = _message([sending for sending, _ in entries], acked_below)
+        first, others = str(entries[0][0]), len(entries) - 1
+        text = f"{first} and {others} more" if others else first
         limit = self._agent.clock.now() + CONTROL_SECONDS
         try:
-            _, answer = self._agent.request(sending.to, message, deadline=limit, description=text)
+            _, answer = self._agent.request(peer, message, deadline=limit, description=text)
         except UsageError:  # this worker has shut down
             return
         except GradwireError as error:
-            self._not_sent(sending, since, error)
+            self._not_sent(peer, entries, error)
             return
         with self._lock:
-            self._unreached.pop(sending.to, None)
-        answer.on_settled(partial(self._answered, sending, since))
+            self._unreached.pop(peer, None)
+        answer.on_settled(partial(self._answered, entries))
 
-    def _not_sent(self, sending: Sending, since: float | None, error: GradwireError) -> None:
+    def _not_sent(self, peer: WorkerId, entries: list[_Entry], error: GradwireError) -> None:
         """Report a peer that cannot be reached as lost, unless it has connected to us meanwhile."""
         now = self._agent.clock.now()
         with self._lock:
-            failing_since = self._unreached.setdefault(sending.to, now)
+            failing_since = self._unreached.setdefault(peer, now)
         given_up = isinstance(error, PeerLost) or now - failing_since >= CONTROL_SECONDS
-        lost = partial(self._lost, sending.to, PeerLost(str(error)))
-        if not (given_up and self._agent.unreached(sending.to, lost)):
-            self._send_later(sending, since, _SEND_AGAIN_SECONDS)
+        lost = partial(self._lost, peer, PeerLost(str(error)))
+        if not (given_up and self._agent.unreached(peer, lost)):
+            for entry in entries:
+                self._send_later(*entry, _SEND_AGAIN_SECONDS)
 
-    def _answered(self, sending: Sending, since: float | None, outcome: Outcome) -> None:
+    def _answered(self, entries: list[_Entry], outcome: Outcome) -> None:
+        for entry in entries:
+            self._answered_one(*entry, outcome)
+
+    def _answered_one(self, sending: Sending, since: float | None, outcome: Outcome) -> None:
         if not isinstance(outcome, Answer):
             self._send_later(sending, since, _SEND_AGAIN_SECONDS)
             return
@@ -145,16 +158,27 @@ class RefSender:
                 self.send_soon(sending, since)
 
 
-def _message(sending: Sending, acked_below: int) -> Message:
-    match sending:
+def _next_message(waiting: deque[_Entry], most: int) -> list[_Entry]:
+    """Take what one message can say: Drops that follow each other share one."""
+    taken = [waiting.popleft()]
+    while waiting and len(taken) < most:
+        if not isinstance(taken[0][0], SendDrop) or not isinstance(waiting[0][0], SendDrop):
+            break
+        taken.append(waiting.popleft())
+    return taken
+
+
+def _message(sendings: list[Sending], acked_below: int) -> Message:
+    match sendings[0]:
         case SendFork(ref, fork, _, n):
             return Fork(ref, fork, n, acked_below)
         case AskMaker(fork, _):
             return QueryFork(fork)
         case SendAccept(fork, _):
             return Accept(fork)
-        case SendDrop(ref, fork, _):
-            return Drop(ref, fork, acked_below)
+        case SendDrop():
+            dropped = [(each.ref, each.fork) for each in sendings if isinstance(each, SendDrop)]
+            return Drop(dropped, acked_below)
 
 
 @final
@@ -201,13 +225,14 @@ class RefServer:
         self._perform(actions)
 
     def _serve_drop(self, message: Drop, _: Payload, source: Source) -> None:
+        owned = self._table.owned
         with self._lock:
-            holder = self._table.owned.holder_of(message.ref, message.fork)
-            check_end(message.fork, holder, source.worker)
-            self._table.owned.forget_acked(source.worker, message.acked_below)
-            actions = self._table.owned.drop_arrived(message.ref, message.fork)
+            for ref, fork in message.dropped:
+                check_end(fork, owned.holder_of(ref, fork), source.worker)
+            owned.forget_acked(source.worker, message.acked_below)
+            actions = [owned.drop_arrived(ref, fork) for ref, fork in message.dropped]
         self._answer(source, Done())
-        self._perform(actions)
+        self._perform(chain.from_iterable(actions))
 
     def _answer(self, source: Source, message: Message) -> None:
         self._agent.answer(source, message, deadline=self._agent.clock.now() + CONTROL_SECONDS)
