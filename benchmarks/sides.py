@@ -8,6 +8,7 @@ would take most of a core from the other side. Nothing is in flight then, so no 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -195,6 +196,7 @@ def _worker(
         pipe.send((True, None))
         pipe.recv()
         api.begin(rank, size, place, tcp=tcp, exposed=modules)
+        gc.freeze()  # as in processes that gradwire.run starts; for both sides
         pipe.send((True, None))
         while (command := pipe.recv()) is not None:
             pipe.send(_answer(*command))

@@ -362,6 +362,11 @@ class Agent:
             self._wait(peer, is_settled, promise.wait)
         return promise.outcome  # type: ignore[return-value]  # settled, so it is a T
 
+    def read_some(self, peer: WorkerId) -> None:
+        """Handle what has come from a peer, if no thread reads; does not wait."""
+        if known := self._channels_to(peer):
+            self._connections.readers.read_some(known[0])
+
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)
         heard = self._answer_listeners.get(frame.kind)

@@ -299,7 +299,7 @@ def read_by_this_thread(desk):
 def read_for(desk, reader, done):
     """Read with its read lock, and release that as `wait` does."""
     try:
-        desk.readers._read_for(reader, done)
+        desk.readers._read_for(reader, done, time.monotonic() + 30)
     finally:
         reader.read_lock.release()
         desk.readers.ensure_reader(reader)

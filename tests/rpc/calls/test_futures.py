@@ -609,3 +609,33 @@ def test_awaited_values_are_part_of_the_graph(workers):
     workers[0].run(lambda: asyncio.run(program()))
 
     assert (x.grad, WEIGHTS["w1"].grad) == (36, 24)
+
+
+# -- completing the futures that nobody waits for
+
+
+def test_a_burst_needs_few_threads(workers):
+    def burst():
+        futures = [gw.rpc_async("w1", double, args=(n,)) for n in range(300)]
+        return [future.wait() for future in futures]
+
+    assert workers[0].run(burst) == [2 * n for n in range(300)]
+    service = [t.name for t in threading.enumerate() if t.name.startswith("gradwire w0 service")]
+    assert len(service) < 10, service
+
+
+def test_a_blocked_completion_keeps_no_other_one_waiting(workers):
+    entered, is_over = threading.Event(), threading.Event()
+
+    def callback(_):  # torch runs it on the thread that completes the first future
+        entered.set()
+        return is_over.wait(30)
+
+    def both():
+        first = torch.futures.collect_all([gw.rpc_async("w1", double, args=(1,))]).then(callback)
+        assert entered.wait(30)
+        others = torch.futures.wait_all([gw.rpc_async("w2", double, args=(n,)) for n in range(3)])
+        is_over.set()
+        return others, first.wait()
+
+    assert workers[0].run(both) == ([0, 2, 4], True)

@@ -68,6 +68,7 @@ _TICKS_UNTIL_IDLE = 2
 _READS_OF_BUSY_CHANNEL = 8  # from one look of the watchdog to the next
 _LOOKS_INSIDE_SECONDS = 1.0
 _READS_FOR_ITSELF_SECONDS = 0.02  # how long a waiting thread reads before it blocks on its promise
+_READS_AT_ONCE = 64  # frames that `read_some` handles at most
 
 IsDone = Callable[[], bool]
 Block = Callable[[], object]
@@ -237,6 +238,31 @@ class ChannelReaders:
             if undo is not None:
                 undo()
 
+    def read_some(self, channel: Channel) -> None:
+        """Handle what has come, if no thread reads.
+
+        A thread that makes many calls before it waits reads their answers now and then: to wake
+        another thread for them costs more than the calls.
+        """
+        reader, this_thread = self._by_channel.get(channel), _this_thread.state or _new_state()
+        if reader is None or this_thread.reads is not None:
+            return
+        left, has_lock = iter(range(_READS_AT_ONCE)), False
+        try:
+            for has_lock in reader.lock_attempts:  # noqa: B007
+                break  # one step
+            if has_lock:  # one step
+                this_thread.reads = reader  # one step, as in _maybe_read_for
+                self._read_for(reader, lambda: next(left, None) is None, 0.0)
+        finally:
+            if has_lock:
+                this_thread.reads = None
+                reader.read_lock.release()  # one step
+                if reader.is_wanted():
+                    self.ensure_reader(reader)
+                if reader not in self._watched or not self._is_watching:
+                    self._watch(reader)
+
     def _wait_longer(
         self, reader: ChannelReader | None, held: ChannelReader | None, done: IsDone, block: Block
     ) -> None:
@@ -311,7 +337,7 @@ class ChannelReaders:
             # No interrupt can come before this store. Otherwise an inner wait would find the lock
             # taken, not know that its own thread holds it, and block.
             this_thread.reads = reader  # one step
-            is_done = self._read_for(reader, done)
+            is_done = self._read_for(reader, done, time.monotonic() + _READS_FOR_ITSELF_SECONDS)
             return is_done
         finally:
             if has_lock:
@@ -327,9 +353,8 @@ class ChannelReaders:
                 if reader not in self._watched or not self._is_watching:
                     self._watch(reader)
 
-    def _read_for(self, reader: ChannelReader, done: IsDone) -> bool:
+    def _read_for(self, reader: ChannelReader, done: IsDone, until: float) -> bool:
         """Read with the read lock held, on a thread that waits for `done`; whether it is done."""
-        until = time.monotonic() + _READS_FOR_ITSELF_SECONDS
         try:
             while not done():
                 frame = reader.channel.maybe_recv(until, done)

@@ -31,6 +31,7 @@ from gradwire.errors import ArgumentTypeError, BadMessage, CallTimeout, Cancelle
 from gradwire.ids import CallId, ContextId, WorkerId
 from gradwire.options import DEFAULT, FOREVER, Timeout
 from gradwire.rpc.behavior import Behavior, Translated
+from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.calls.futures import Environment, Future, PendingResult, ResultOrError
 from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
@@ -42,6 +43,8 @@ from gradwire.rpc.refs.refs import Refs
 from gradwire.torch_private import has_modes, is_profiled
 from gradwire.wire.message import Message
 
+_CALLS_BETWEEN_READS = 16
+"""Of calls that are made one after another without waiting; see `ChannelReaders.read_some`."""
 T = TypeVar("T")
 InContext = ContextId | None
 """the context that a call is made in, if any"""
@@ -124,7 +127,9 @@ class Calls:
         self._tells_of_cancels = not behavior.runs_what_is_late
         self._window = PeerLimit("in_flight", agent.limits.in_flight, one_may_exceed=True)
         agent.locks.add(self._window.lock)
-        self._environment = Environment(agent, refs.on_death, behavior.of_callback)
+        self._environment = Environment(
+            agent, Completions(agent), refs.on_death, behavior.of_callback
+        )
         agent.kinds.add(Result)
         agent.kinds.add(ValueReady)
         released = attrgetter("body.released")
@@ -253,6 +258,8 @@ class Calls:
         """Send a call that this thread does not wait for; its answer releases its bytes."""
         sent = self._send_call(to, target, deadline, keep)
         sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
+        if not sent.call.n % _CALLS_BETWEEN_READS:
+            self._agent.read_some(to)
         if sent.context is not None or self._events.listeners:
             self._after_send(sent, to)
         return sent

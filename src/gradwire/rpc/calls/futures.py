@@ -31,6 +31,7 @@ from gradwire.autograd.scope import saving_here
 from gradwire.current import get_current
 from gradwire.errors import UsageError
 from gradwire.ids import WorkerId
+from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.codec.body import DecodedBody, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
@@ -135,6 +136,7 @@ class Environment(NamedTuple):
     """What the futures of one worker need from it."""
 
     agent: Agent
+    completions: Completions
     on_death: Callable[[object, Callable[[], None]], None]
     """run a callback on a thread of the worker when an object has died"""
     of_callback: Callable[[Exception], Exception] = lambda error: error
@@ -320,7 +322,7 @@ class Future(torch.futures.Future[T]):
         registered, which may block.
         """
         if not self._is_waited_for:
-            self._submit(self._complete)
+            self._environment.completions.add(self._complete)
 
     def _submit(self, job: Callable[[], object]) -> None:
         self._environment.agent.dispatch.service.submit_or_run(job)
