@@ -118,7 +118,7 @@ def test_what_is_between_a_process_and_its_children_is_for_the_launcher_only():
     calls = re.compile(r"\b(?:loads|dumps)\(")
     users = {spoken(path) for path in FILES if calls.search(path.read_text())}
 
-    assert users == {"launch/child.py", "rpc/codec/pickle_codec.py"}
+    assert users == {"launch/child.py", "launch/fork_server.py", "rpc/codec/pickle_codec.py"}
 
 
 def test_what_unpickles_is_reached_by_the_launcher_only():

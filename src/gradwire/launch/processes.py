@@ -9,15 +9,28 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import NamedTuple, TypeVarTuple, final
+from operator import methodcaller
+from typing import Literal, NamedTuple, TypeVarTuple, final
+
+from gradwire.errors import UsageError
+from gradwire.launch.fork_server import (
+    CannotFork,
+    ForkedProcess,
+    ForkServer,
+    no_interrupt_from_terminal,
+    told,
+)
 
 Ts = TypeVarTuple("Ts")
+StartMethod = Literal["forkserver", "spawn"]
+METHODS: tuple[StartMethod, ...] = ("forkserver", "spawn")
+_Process = SpawnProcess | ForkedProcess
 
 _LOOK_AGAIN_SECONDS = 1.0
 _TERM_SECONDS = 3.0
@@ -35,11 +48,18 @@ class ProcessEvent(NamedTuple):
 
 @final
 class ProcessGroup:
-    """Child processes, numbered in the order in which they were started."""
+    """Child processes, numbered in the order in which they were started.
 
-    def __init__(self) -> None:
+    By "forkserver" they are forks of a server (fork_server.py), or spawned if it is of no use.
+    """
+
+    def __init__(self, method: StartMethod = "spawn", start_seconds: float = 60.0) -> None:
+        if method not in METHODS:
+            raise UsageError(f"run(start_method={method!r}) is none of {', '.join(METHODS)}")
+        self._method, self._start_seconds = method, start_seconds
+        self._server: ForkServer | None = None
         self._started = 0
-        self._children: dict[int, tuple[SpawnProcess, Connection]] = {}
+        self._children: dict[int, tuple[_Process, Connection]] = {}
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -49,21 +69,44 @@ class ProcessGroup:
 
     def start(self, name: str, main: Callable[[Connection, int, *Ts], None], *args: *Ts) -> int:
         """Start a process that runs `main(pipe, parent process id, *args)`; returns its number."""
+        number, self._started = self._started, self._started + 1
+        if self._method == "forkserver":
+            try:
+                self._start_fork(number, name, main, args)
+                return number
+            except CannotFork as error:
+                _log.info("workers are spawned, not forked: %s", error)
+                self._method = "spawn"
+        self._start_new(number, name, main, args)
+        return number
+
+    def _start_fork(
+        self, number: int, name: str, main: Callable[..., None], args: tuple[object, ...]
+    ) -> None:
+        if self._server is None:
+            self._server = ForkServer(self._start_seconds)
+        ours, theirs = multiprocessing.Pipe(duplex=True)
+        try:
+            with theirs:
+                process = self._server.fork(name, theirs, self._start_seconds)
+            self._children[number] = process, ours
+        except BaseException:
+            ours.close()
+            raise
+        with suppress(BrokenPipeError):  # it has died; its status says how
+            ours.send_bytes(told(name, main, args))
+
+    def _start_new(
+        self, number: int, name: str, main: Callable[..., None], args: tuple[object, ...]
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(target=main, args=(theirs, os.getpid(), *args), name=name)
-        number, self._started = self._started, self._started + 1
         self._children[number] = process, ours
         # Starting the tracker, which the first process does, would unblock SIGINT again.
         resource_tracker.ensure_running()
-        # A terminal sends Ctrl-C to all processes, and one that imports would print a traceback.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with theirs:
-                process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return number
+        with no_interrupt_from_terminal(), theirs:
+            process.start()
 
     def pid(self, number: int) -> int:
         """The process id."""
@@ -83,9 +126,9 @@ class ProcessGroup:
     def stop(self) -> None:
         """End every process with SIGTERM, then SIGKILL; none is left afterwards. Idempotent."""
         try:
-            self._end(SpawnProcess.terminate, _TERM_SECONDS)
+            self._end(methodcaller("terminate"), _TERM_SECONDS)
         finally:  # a second Ctrl-C skips the wait, but not the kill
-            self._end(SpawnProcess.kill, _KILL_SECONDS)
+            self._end(methodcaller("kill"), _KILL_SECONDS)
             for process, pipe in self._children.values():
                 pipe.close()
                 if _is_alive(process):
@@ -94,6 +137,9 @@ class ProcessGroup:
                     process.close()
             self._children.clear()
             self._started = 0
+            if self._server is not None:
+                self._server.stop()
+                self._server = None
 
     def _events_of(self, n: int) -> Iterator[ProcessEvent]:
         process, pipe = self._children[n]
@@ -109,7 +155,7 @@ class ProcessGroup:
             del self._children[n]
             yield ProcessEvent(n, status)
 
-    def _end(self, how: Callable[[SpawnProcess], None], seconds: float) -> None:
+    def _end(self, how: Callable[[_Process], None], seconds: float) -> None:
         alive = [process for process, _ in self._children.values() if _is_alive(process)]
         for process in alive:
             how(process)
@@ -120,5 +166,5 @@ class ProcessGroup:
                 process.join(min(left, 0.1))
 
 
-def _is_alive(process: SpawnProcess) -> bool:
+def _is_alive(process: _Process) -> bool:
     return process.pid is not None and process.exitcode is None

@@ -24,7 +24,7 @@ from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import LAST_INCARNATION
 from gradwire.launch import child, supervise_state
 from gradwire.launch.child import WorkerSpec, pickled, unpickled
-from gradwire.launch.processes import ProcessGroup
+from gradwire.launch.processes import ProcessGroup, StartMethod
 from gradwire.launch.supervise_state import Died, Failed, Overdue, RunState, Succeeded, Verdict
 from gradwire.options import Options
 from gradwire.rpc.api import positional
@@ -47,6 +47,7 @@ def run(
     options: Options | None = None,
     timeout: float | None = None,
     restarts: int = 0,
+    start_method: StartMethod = "forkserver",
 ) -> T:
     """Start workers w0, w1, … on this machine, call `fn(*args)` on w0 and return its value.
 
@@ -64,6 +65,10 @@ def run(
     lost; calls and backward passes that needed it raise PeerLost, references to it raise
     StaleIncarnation, and new calls work as soon as it has joined; see `retrying`. If w0 dies, its
     next incarnation calls `fn(*args)` again; the other workers keep their state.
+
+    One process imports torch and gradwire, and the workers are forks of it, which start and restart
+    in milliseconds. It starts no threads and initializes no GPU; if something that it imports does,
+    or with `start_method="spawn"`, each worker is a new process that imports torch itself.
 
     The output of the workers appears as they print it. The number of threads that torch uses is not
     changed: with more workers than cores, set OMP_NUM_THREADS, or call torch.set_num_threads in
@@ -85,7 +90,10 @@ def run(
         "what run() was given",
         hint="define functions and classes with def and class at the top of a module",
     )
-    with tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory, ProcessGroup() as group:
+    with (
+        tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory,
+        ProcessGroup(start_method, options.timeouts.join) as group,
+    ):
         home = Path(directory)
         (home / child.ARGUMENTS).write_bytes(given)
         if options.secret is None:

@@ -44,13 +44,13 @@ def test_it_is_for_one_function():
 
 
 def test_each_use_has_a_key_of_its_own(monkeypatch):
-    stream_key, tag_key = recording._stream_key, recording._tag_key
+    stream_key, tag_key = recording._keys()
     assert stream_key != tag_key
     body = encrypted(CONTENT, "m:f")
 
     with monkeypatch.context() as patch:
-        patch.setattr(recording, "_stream_key", tag_key)
+        patch.setattr(recording, "_keys", lambda: (tag_key, tag_key))
         assert decrypted(body, "m:f") != CONTENT
-    monkeypatch.setattr(recording, "_tag_key", stream_key)
+    monkeypatch.setattr(recording, "_keys", lambda: (stream_key, stream_key))
     with pytest.raises(BadMessage):
         decrypted(body, "m:f")

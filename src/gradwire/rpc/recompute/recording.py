@@ -13,6 +13,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import final
 
 import msgspec
@@ -138,9 +139,16 @@ def decoded(drawn: bytes, function: str) -> Recording:
 
 
 _NONCE_BYTES = _TAG_BYTES = 16
-# The keys of this process: a worker that was restarted cannot decrypt what it encrypted before. One
-# for each use, so that nothing which one of them reveals helps against the other.
-_stream_key, _tag_key = secrets.token_bytes(32), secrets.token_bytes(32)
+
+
+@cache
+def _keys() -> tuple[bytes, bytes]:
+    """The keys of this process: to encrypt, and to sign.
+
+    Made when first needed, so that processes forked from one that has imported this module have
+    keys of their own. A worker that was restarted cannot decrypt what it encrypted before.
+    """
+    return secrets.token_bytes(32), secrets.token_bytes(32)
 
 
 def encrypted(content: bytes, function: str) -> bytes:
@@ -162,11 +170,11 @@ def decrypted(body: bytes, function: str) -> bytes:
 
 
 def _xor_keystream(content: bytes, nonce: bytes) -> bytes:
-    stream = hashlib.shake_256(_stream_key + nonce).digest(len(content))
+    stream = hashlib.shake_256(_keys()[0] + nonce).digest(len(content))
     number = int.from_bytes(content, "little") ^ int.from_bytes(stream, "little")
     return number.to_bytes(len(content), "little")
 
 
 def _tag(hidden: bytes, function: str) -> bytes:
     about = hashlib.blake2b(function.encode(), digest_size=16).digest()
-    return hashlib.blake2b(about + hidden, key=_tag_key, digest_size=_TAG_BYTES).digest()
+    return hashlib.blake2b(about + hidden, key=_keys()[1], digest_size=_TAG_BYTES).digest()

@@ -1,0 +1,155 @@
+"""The process whose forks are the workers of a run."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import gradwire
+from gradwire import PeerLost, UsageError
+from gradwire.current import current_worker
+from gradwire.launch import fork_server, processes
+from gradwire.launch.fork_server import CannotFork, ForkServer
+from gradwire.launch.processes import ProcessGroup
+from tests.leftovers import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+SECONDS = 60.0
+
+
+def about():
+    """What a worker is, and what it draws before anybody has drawn."""
+    drawn = random.random(), float(numpy.random.rand()), torch.rand(3)
+    first = torch.equal(drawn[2], torch.rand(3, generator=torch.Generator().manual_seed(seed())))
+    return os.getppid(), drawn[0], drawn[1], first, current_worker.is_forked, sys.stdin.read()
+
+
+def seed():
+    return torch.default_generator.initial_seed()
+
+
+def compare():
+    return [about(), *(gradwire.rpc_sync(f"w{n}", about) for n in (1, 2))]
+
+
+def test_workers_are_forks_of_one_process_and_draw_their_own_numbers():
+    found = gradwire.run(compare, 3, expose=[about])
+
+    parents, drawn, by_numpy, are_torchs, are_forked, read = map(set, zip(*found, strict=True))
+    assert len(parents - {os.getpid()}) == 1
+    assert len(drawn) == len(by_numpy) == 3
+    # torch's generator begins with the same seed in each new process.
+    assert (are_torchs, are_forked, read) == ({True}, {False}, {""})
+    assert not eventually(lambda: Path(f"/proc/{parents.pop()}").exists(), 0)
+
+
+def test_spawned_workers_are_children_of_the_program():
+    assert gradwire.run(os.getppid, 1, start_method="spawn") == os.getpid()
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(UsageError, match=r"'fork'\) is none of forkserver, spawn"):
+        gradwire.run(compare, 3, start_method="fork")
+
+
+def leave_traces(directory):
+    """At the end of a process: a callback, and a thread that is no daemon."""
+    atexit.register(Path(directory, "callback").touch)
+    gate = threading.Event()
+    threading.Thread(target=lambda: (gate.wait(SECONDS), Path(directory, "thread").touch())).start()
+    atexit.register(gate.set)
+    threading.Thread(target=gate.set).start()
+
+
+def test_a_fork_ends_as_a_process_does(tmp_path):
+    gradwire.run(leave_traces, 1, args=(str(tmp_path),))
+
+    assert {path.name for path in tmp_path.iterdir()} == {"callback", "thread"}
+
+
+def kill_my_parent():
+    os.kill(os.getppid(), signal.SIGKILL)
+    threading.Event().wait(SECONDS)
+
+
+def test_workers_end_with_their_server():
+    with pytest.raises(PeerLost, match=r"w[01] died \(exit status 255\) while it was at work"):
+        gradwire.run(kill_my_parent, 2)
+
+
+THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+
+
+def test_workers_are_spawned_if_the_server_has_threads(tmp_path, monkeypatch, caplog):
+    (tmp_path / "sitecustomize.py").write_text(THREAD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+    with caplog.at_level(logging.INFO, "gradwire"):
+        assert gradwire.run(os.getppid, 1) == os.getpid()
+
+    assert "workers are spawned, not forked: something that the server imports" in caplog.text
+
+
+def test_a_server_that_cannot_start_is_of_no_use(monkeypatch):
+    monkeypatch.setattr(fork_server, "_PROGRAM", "raise SystemExit(3)")
+
+    with pytest.raises(CannotFork, match="ended before it could import torch"):
+        ForkServer(SECONDS)
+
+
+# -- without a run around it
+
+
+def end_with(pipe, _parent, status):
+    pipe.close()
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+def wait(pipe, *_):
+    pipe.recv_bytes()  # nothing is sent: until the other end is closed
+
+
+def statuses(group, count):
+    found = {}
+    while len(found) < count:
+        found |= dict(group.events(SECONDS))
+    return [found[n] for n in sorted(found)]
+
+
+def test_each_process_tells_how_it_ended():
+    with ProcessGroup("forkserver") as group:
+        for status in (0, 7, -signal.SIGKILL):
+            group.start("one", end_with, status)
+
+        assert statuses(group, 3) == [0, 7, -signal.SIGKILL]
+
+
+def test_one_after_the_other_is_forked_from_the_same_server():
+    with ProcessGroup("forkserver") as group:
+        for _ in range(3):
+            group.start("one", end_with, 0)
+            assert statuses(group, 1) == [0]
+        server = group._server._process.pid
+
+    assert not Path(f"/proc/{server}").exists()
+
+
+def test_what_still_runs_is_killed_with_the_group(monkeypatch):
+    monkeypatch.setattr(processes, "_TERM_SECONDS", 0.0)
+    with ProcessGroup("forkserver") as group:
+        pid = group.pid(group.start("one", wait))
+        os.kill(pid, signal.SIGSTOP)  # it cannot end by itself
+
+    assert not Path(f"/proc/{pid}").exists()
