@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -77,6 +78,19 @@ def test_a_fork_ends_as_a_process_does(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"callback", "thread"}
 
 
+executors = []
+
+
+def keep_an_executor():
+    executors.append(ThreadPoolExecutor(1))  # its idle thread is no daemon
+    return executors[0].submit(os.getpid).result()
+
+
+@pytest.mark.parametrize("method", processes.METHODS)
+def test_an_executor_that_was_not_shut_down_keeps_no_worker_alive(method):
+    assert gradwire.run(keep_an_executor, 1, timeout=SECONDS, start_method=method) != os.getpid()
+
+
 def kill_my_parent():
     os.kill(os.getppid(), signal.SIGKILL)
     threading.Event().wait(SECONDS)
@@ -134,6 +148,20 @@ def test_each_process_tells_how_it_ended():
             group.start("one", end_with, status)
 
         assert statuses(group, 3) == [0, 7, -signal.SIGKILL]
+
+
+def fail_beside_a_thread(pipe, _):
+    threading.Thread(target=pipe.poll, args=(SECONDS,)).start()  # until the other end is closed
+    raise ValueError("told before the thread ends")
+
+
+def test_an_error_is_shown_before_the_threads_of_the_process_have_ended(capfd):
+    with ProcessGroup("forkserver") as group:
+        group.start("one", fail_beside_a_thread)
+        shown = []
+        assert eventually(
+            lambda: shown.append(capfd.readouterr().err) or "told before" in "".join(shown)
+        )
 
 
 def test_one_after_the_other_is_forked_from_the_same_server():

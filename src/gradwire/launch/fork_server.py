@@ -211,6 +211,7 @@ def main(descriptor: int, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program ends its workers
     gc.freeze()  # the collector would write to pages that the forks share
     gc.enable()
+    server = os.getpid()
     with socket.socket(fileno=descriptor) as channel:
         news = _News.READY if _may_fork(threads) else _News.UNSAFE
         pipe = None
@@ -218,7 +219,7 @@ def main(descriptor: int, threads: int) -> None:
             channel.send(_MESSAGE.pack(news, 0, 0))
             pipe = _Server(channel).serve()
     if pipe is not None:
-        _be_worker(pipe)
+        _be_worker(pipe, server)
 
 
 def _may_fork(threads: int) -> bool:
@@ -280,20 +281,19 @@ class _Server:
         self._channel.send(_MESSAGE.pack(_News.EXITED, pid, status))
 
 
-def _be_worker(pipe: Connection) -> NoReturn:
+def _be_worker(pipe: Connection, server: int) -> NoReturn:
     """What `multiprocessing.spawn` does in a new process, as far as a fork has to."""
     failed: BaseException | None = None
     try:
         main, args = _become(*loads(pipe.recv_bytes()))
-        main(pipe, os.getppid(), *args)
-    except BaseException as error:
+        main(pipe, server, *args)
+    except SystemExit as error:
         failed = error
-    for thread in threading.enumerate():  # as Python does at the end of a process
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # before it waits for threads
+        failed = SystemExit(1)
+    cast(Any, threading)._shutdown()  # not only joins threads: it ends those of idle executors
     cast(Any, atexit)._run_exitfuncs()
-    # Python would also destroy every object, and so write to all pages that the forks share: with
-    # eight workers on two cores that takes 3 s.
     leave_fork(failed)
 
 
