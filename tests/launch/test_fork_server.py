@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,46 @@ def keep_an_executor():
 @pytest.mark.parametrize("method", processes.METHODS)
 def test_an_executor_that_was_not_shut_down_keeps_no_worker_alive(method):
     assert gradwire.run(keep_an_executor, 1, timeout=SECONDS, start_method=method) != os.getpid()
+
+
+PROGRAM = """
+import ctypes, os, sys
+import gradwire
+
+if __name__ != "__main__":
+    early = open(f"early.{os.environ['METHOD']}", "w")
+
+class Kept:
+    pass
+
+def main():
+    early.write("before the worker")
+    Kept.late = open(f"late.{os.environ['METHOD']}", "wb")
+    Kept.late.write(b"after")
+    ctypes.CDLL(None).printf(b"by code in C\\n")
+
+if __name__ == "__main__":
+    gradwire.run(main, 1, start_method=os.environ["METHOD"])
+"""
+
+
+@pytest.mark.parametrize("method", processes.METHODS)
+def test_what_is_in_a_buffer_at_the_end_is_written(tmp_path, method):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=buffered | {"METHOD": method},
+        capture_output=True,
+        check=True,
+        timeout=SECONDS,
+    )
+
+    assert done.stdout == b"by code in C\n"
+    assert (tmp_path / f"early.{method}").read_text() == "before the worker"
+    assert (tmp_path / f"late.{method}").read_text() == "after"
 
 
 def kill_my_parent():

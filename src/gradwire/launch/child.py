@@ -10,6 +10,7 @@ memory, which cannot be read once the sender is gone.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import logging
@@ -138,9 +139,11 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         "import, not from a notebook or a prompt",
     )
     init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
-    # torch has made 170 000 objects, which every full collection would visit: 0.1 s for each, in a
-    # burst of calls one for every 4 000 of them.
-    gc.freeze()
+    if not gc.get_freeze_count():  # else this is a fork of a process that has done it
+        # torch has made 170 000 objects, which every full collection would visit: 0.1 s for each,
+        # in a burst of calls one for every 4 000 of them.
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # the last collection closes files, and so writes to them
     if spec.rank != CALLER:
         # Serve until the function has returned, even if w0 dies and is restarted. A worker that is
         # restarted after all others left finds the file with the value.
