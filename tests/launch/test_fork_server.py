@@ -132,6 +132,47 @@ def test_what_is_in_a_buffer_at_the_end_is_written(tmp_path, method):
     assert (tmp_path / f"late.{method}").read_text() == "after"
 
 
+ORPHANED = """
+import os, signal, threading
+import gradwire
+
+def main():
+    print(os.getpid(), os.getppid(), flush=True)
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, lambda *_: os.fork() or signal.pause())
+    gradwire.run(main, 1)
+"""
+
+
+def test_workers_end_with_their_program_even_if_a_process_that_it_forked_lives_on(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(ORPHANED)
+    program = subprocess.Popen(
+        [sys.executable, path], stdout=subprocess.PIPE, process_group=0, text=True
+    )
+    try:
+        with program.stdout as output:
+            worker, server = output.readline().split()
+        program.send_signal(signal.SIGUSR1)
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+        assert eventually(lambda: len(children.read_text().split()) == 2)
+        program.kill()
+        program.wait(SECONDS)
+        for pid in (server, worker):
+            assert eventually(lambda pid=pid: not is_running(pid), 10)
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def kill_my_parent():
     os.kill(os.getppid(), signal.SIGKILL)
     threading.Event().wait(SECONDS)

@@ -46,10 +46,11 @@ others = len(os.listdir("/proc/self/task")) - 1
 import numpy
 threads = len(os.listdir("/proc/self/task")) - others
 from gradwire.launch.fork_server import main
-main({socket}, threads)
+main({socket}, {program}, threads)
 """
 _END_SECONDS = 5.0
 _STATUS_SECONDS = 5.0
+_LOOK_AGAIN_SECONDS = 1.0
 _UNKNOWN_STATUS = 255
 """of a process that ended after its server did"""
 
@@ -129,7 +130,7 @@ class ForkServer:
         """Start it and wait until it has imported what it needs; CannotFork if it is of no use."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._statuses: dict[int, int] = {}
-        command = _PROGRAM.format(path=sys.path, socket=theirs.fileno())
+        command = _PROGRAM.format(path=sys.path, socket=theirs.fileno(), program=os.getpid())
         flags = cast(Any, subprocess)._args_from_interpreter_flags()
         with theirs, no_interrupt_from_terminal():
             self._process = subprocess.Popen(
@@ -208,7 +209,7 @@ def _is_readable(descriptor: int, seconds: float) -> bool:
 # -- the server
 
 
-def main(descriptor: int, threads: int) -> None:
+def main(descriptor: int, program: int, threads: int) -> None:
     """Serve until the program ends; in a fork, be a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program ends its workers
     gc.freeze()  # the collector would write to pages that the forks share
@@ -219,7 +220,7 @@ def main(descriptor: int, threads: int) -> None:
         pipe = None
         with suppress(BrokenPipeError, ConnectionResetError):  # the program is gone
             channel.send(_MESSAGE.pack(news, 0, 0))
-            pipe = _Server(channel).serve()
+            pipe = _Server(channel, program).serve()
     if pipe is not None:
         _be_worker(pipe, server)
 
@@ -231,29 +232,31 @@ def _may_fork(threads: int) -> bool:
 
 @final
 class _Server:
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    def __init__(self, channel: socket.socket, program: int) -> None:
+        self._channel, self._program = channel, program
         self._pids: dict[int, int] = {}
         """by the descriptor of the process"""
 
     def serve(self) -> Connection | None:
         """Fork as often as asked; returns None at the end, and in each fork its pipe."""
         try:
-            while True:
+            # A process that the program has forked may hold a copy of its end of the channel.
+            while os.getppid() == self._program:
                 waiting = select.poll()
                 for descriptor in (self._channel.fileno(), *self._pids):
                     waiting.register(descriptor, select.POLLIN)
-                for descriptor, _ in waiting.poll():
+                for descriptor, _ in waiting.poll(_LOOK_AGAIN_SECONDS * 1000):
                     if descriptor in self._pids:
                         self._reap(descriptor)
                     elif (pipe := self._asked()) is not None:
                         self._pids.clear()
                         return pipe
         except EOFError:
-            return None
+            pass
         finally:
             for pidfd in self._pids:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        return None
 
     def _asked(self) -> Connection | None:
         """Fork; returns the pipe in the new process, and None here."""
