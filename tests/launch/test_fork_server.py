@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy
@@ -130,6 +131,16 @@ def test_what_is_in_a_buffer_at_the_end_is_written(tmp_path, method):
     assert done.stdout == b"by code in C\n"
     assert (tmp_path / f"early.{method}").read_text() == "before the worker"
     assert (tmp_path / f"late.{method}").read_text() == "after"
+
+
+def resource_tracker_here():
+    return os.fstat(resource_tracker.getfd()).st_ino
+
+
+@pytest.mark.parametrize("method", processes.METHODS)
+def test_the_resource_tracker_of_the_program_is_that_of_its_workers(method):
+    found = gradwire.run(resource_tracker_here, 1, start_method=method)
+    assert found == resource_tracker_here()
 
 
 ORPHANED = """

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
-from multiprocessing import spawn
+from multiprocessing import resource_tracker, spawn
 from multiprocessing.connection import Connection
 from struct import Struct
 from typing import Any, NoReturn, cast, final
@@ -46,7 +46,7 @@ others = len(os.listdir("/proc/self/task")) - 1
 import numpy
 threads = len(os.listdir("/proc/self/task")) - others
 from gradwire.launch.fork_server import main
-main({socket}, {program}, threads)
+main({socket}, {program}, {tracker}, threads)
 """
 _END_SECONDS = 5.0
 _STATUS_SECONDS = 5.0
@@ -130,12 +130,15 @@ class ForkServer:
         """Start it and wait until it has imported what it needs; CannotFork if it is of no use."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._statuses: dict[int, int] = {}
-        command = _PROGRAM.format(path=sys.path, socket=theirs.fileno(), program=os.getpid())
+        tracker = cast(int, cast(Any, resource_tracker).getfd())  # starts it, if need be
+        command = _PROGRAM.format(
+            path=sys.path, socket=theirs.fileno(), program=os.getpid(), tracker=tracker
+        )
         flags = cast(Any, subprocess)._args_from_interpreter_flags()
         with theirs, no_interrupt_from_terminal():
             self._process = subprocess.Popen(
                 [spawn.get_executable(), *flags, "-c", command],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), tracker],
                 stdin=subprocess.DEVNULL,
             )
         try:
@@ -209,9 +212,12 @@ def _is_readable(descriptor: int, seconds: float) -> bool:
 # -- the server
 
 
-def main(descriptor: int, program: int, threads: int) -> None:
+def main(descriptor: int, program: int, tracker: int, threads: int) -> None:
     """Serve until the program ends; in a fork, be a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program ends its workers
+    # One tracker for all: a worker's own would delete shared memory that other workers made.
+    os.set_inheritable(tracker, False)
+    cast(Any, resource_tracker)._resource_tracker._fd = tracker
     gc.freeze()  # the collector would write to pages that the forks share
     gc.enable()
     server = os.getpid()
