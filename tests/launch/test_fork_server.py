@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -214,6 +215,39 @@ def test_a_server_that_cannot_start_is_of_no_use(monkeypatch):
         ForkServer(SECONDS)
 
 
+@pytest.mark.parametrize("lacks", [AttributeError("pidfd_open"), OSError(38, "not implemented")])
+def test_a_system_without_descriptors_of_processes_is_found_before_the_start(monkeypatch, lacks):
+    def pidfd_open(_):
+        raise lacks
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(subprocess, "Popen", None)
+
+    with pytest.raises(CannotFork, match=r"the system has no descriptors of processes: .*p"):
+        ForkServer(SECONDS)
+
+
+def test_what_python_ignores_on_its_path_does_no_harm(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), 3])
+
+    assert gradwire.run(os.getppid, 1) != os.getpid()
+    assert capfd.readouterr().err == ""
+
+
+def test_an_interrupt_at_the_start_leaves_no_server(monkeypatch):
+    def interrupted(*args, **named):
+        started.append(start(*args, **named))
+        signal.raise_signal(signal.SIGINT)  # blocked for now
+        return started[0]
+
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        ForkServer(SECONDS)
+    assert started[0].returncode is not None
+
+
 # -- without a run around it
 
 
@@ -255,6 +289,30 @@ def test_an_error_is_shown_before_the_threads_of_the_process_have_ended(capfd):
         assert eventually(
             lambda: shown.append(capfd.readouterr().err) or "told before" in "".join(shown)
         )
+
+
+def test_a_fork_that_is_told_nothing_says_nothing(capfd):
+    server, (ours, theirs) = ForkServer(SECONDS), multiprocessing.Pipe()
+    try:
+        with theirs:
+            process = server.fork("one", theirs, SECONDS)
+        ours.close()  # as when Ctrl-C comes now
+        process.join(SECONDS)
+        assert process.exitcode == 1
+        process.close()
+    finally:
+        server.stop()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_program_that_ignores_the_end_of_its_children_learns_how_they_ended():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with ProcessGroup("forkserver") as group:
+            group.start("one", end_with, 7)
+            assert statuses(group, 1) == [7]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_one_after_the_other_is_forked_from_the_same_server():

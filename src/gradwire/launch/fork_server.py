@@ -128,26 +128,34 @@ class ForkServer:
 
     def __init__(self, start_seconds: float) -> None:
         """Start it and wait until it has imported what it needs; CannotFork if it is of no use."""
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._statuses: dict[int, int] = {}
-        tracker = cast(int, cast(Any, resource_tracker).getfd())  # starts it, if need be
-        command = _PROGRAM.format(
-            path=sys.path, socket=theirs.fileno(), program=os.getpid(), tracker=tracker
-        )
-        flags = cast(Any, subprocess)._args_from_interpreter_flags()
-        with theirs, no_interrupt_from_terminal():
-            self._process = subprocess.Popen(
-                [spawn.get_executable(), *flags, "-c", command],
-                pass_fds=[theirs.fileno(), tracker],
-                stdin=subprocess.DEVNULL,
-            )
         try:
+            os.close(os.pidfd_open(os.getpid()))
+        except (AttributeError, OSError) as error:
+            raise CannotFork(f"the system has no descriptors of processes: {error}") from error
+        self._statuses: dict[int, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._start(theirs.fileno())
             news, _, _, _ = self._next(time.monotonic() + start_seconds, "import torch")
             if news is not _News.READY:
                 raise CannotFork("something that the server imports has started threads or a GPU")
         except BaseException:
             self.stop()
             raise
+
+    def _start(self, theirs: int) -> None:
+        tracker = cast(int, cast(Any, resource_tracker).getfd())  # starts it, if need be
+        path = [place for place in sys.path if isinstance(place, str)]  # Python ignores others
+        command = _PROGRAM.format(path=path, socket=theirs, program=os.getpid(), tracker=tracker)
+        flags = cast(Any, subprocess)._args_from_interpreter_flags()
+        with no_interrupt_from_terminal():  # until `stop` knows the process
+            self._process = subprocess.Popen(
+                [spawn.get_executable(), *flags, "-c", command],
+                pass_fds=[theirs, tracker],
+                stdin=subprocess.DEVNULL,
+            )
 
     def fork(self, name: str, pipe: Connection, seconds: float) -> ForkedProcess:
         """A new process, which reads what it is to do from its end of the pipe (`told`)."""
@@ -176,6 +184,8 @@ class ForkServer:
     def stop(self) -> None:
         """End the server, and with it every process that it has forked. Idempotent."""
         self._socket.close()
+        if self._process is None:
+            return
         try:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
@@ -220,6 +230,7 @@ def main(descriptor: int, program: int, tracker: int, threads: int) -> None:
     cast(Any, resource_tracker)._resource_tracker._fd = tracker
     gc.freeze()  # the collector would write to pages that the forks share
     gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the program may ignore it, and so would this
     server = os.getpid()
     with socket.socket(fileno=descriptor) as channel:
         news = _News.READY if _may_fork(threads) else _News.UNSAFE
@@ -296,7 +307,11 @@ def _be_worker(pipe: Connection, server: int) -> NoReturn:
     """What `multiprocessing.spawn` does in a new process, as far as a fork has to."""
     failed: BaseException | None = None
     try:
-        main, args = _become(*loads(pipe.recv_bytes()))
+        about = pipe.recv_bytes()
+    except (EOFError, OSError):  # the program was interrupted
+        os._exit(1)
+    try:
+        main, args = _become(*loads(about))
         main(pipe, server, *args)
     except SystemExit as error:
         failed = error
