@@ -83,7 +83,7 @@ class Agent:
         self.handle = self.dispatch.handle
         self.timer = Timer(f"gradwire {me} timer", clock)
         self._connections, self.unreached = connections, connections.unreached
-        self._channels_to = connections.channels.get
+        self._channels_to, self.read_some = connections.channels.get, connections.read_some
         self.describe = partial(describe, worker=me, name_of=name_of)
         self.revive = partial(revive, type_of=type_of)
         self._closing, self._calls = threading.Lock(), RequestTable()
@@ -361,11 +361,6 @@ class Agent:
             is_settled = partial(getattr, promise, "settled")  # polled: avoids a Python frame
             self._wait(peer, is_settled, promise.wait)
         return promise.outcome  # type: ignore[return-value]  # settled, so it is a T
-
-    def read_some(self, peer: WorkerId) -> None:
-        """Handle what has come from a peer, if no thread reads; does not wait."""
-        if known := self._channels_to(peer):
-            self._connections.readers.read_some(known[0])
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
         message = self.kinds.decode(frame.kind, frame.head)

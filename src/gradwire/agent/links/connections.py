@@ -166,6 +166,11 @@ class Connections:
         if reporting.acquire(timeout=max(0.0, until - self._clock.now())):
             reporting.release()
 
+    def read_some(self, peer: WorkerId) -> None:
+        """Handle what has come from a peer, if no thread reads; does not wait."""
+        if known := self.channels.get(peer):
+            self.readers.read_some(known[0])
+
     def close(self, reason: str) -> None:
         """End every channel and join their threads; idempotent."""
         with self._lock:

@@ -127,13 +127,11 @@ class Calls:
         self._tells_of_cancels = not behavior.runs_what_is_late
         self._window = PeerLimit("in_flight", agent.limits.in_flight, one_may_exceed=True)
         agent.locks.add(self._window.lock)
-        self._environment = Environment(
-            agent, Completions(agent), refs.on_death, behavior.of_callback
-        )
+        completions, of_callback = Completions(agent), behavior.of_callback
+        self._environment = Environment(agent, completions, refs.on_death, of_callback)
         agent.kinds.add(Result)
         agent.kinds.add(ValueReady)
-        released = attrgetter("body.released")
-        agent.on_answer(Result, released, self._result_came, self._release_late)
+        agent.on_answer(Result, attrgetter("body.released"), self._result_came, self._release_late)
 
     @_profiled("sync")
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
