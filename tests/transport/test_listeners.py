@@ -10,13 +10,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from gradwire.errors import DeadlinePassed, NotTrusted, PeerLost, UsageError
 from gradwire.transport import tcp, unix
+from gradwire.transport.address import parse_address
 from gradwire.transport.base import Channel, Listener, Transport
 from gradwire.transport.memory import MemoryNetwork
 from gradwire.transport.sockets import stream
@@ -341,6 +342,12 @@ def test_tcp_for_this_host_only_listens_here(place):
     near = TcpTransport(this_host_only=True).connect(listener.address, soon())
     for each in (near, listener.accept(), listener):
         each.close()
+
+
+@pytest.mark.parametrize("written", ["0", "0x0", "00.0.0.0", "0.0.0.0", "[0::0]"])
+def test_a_wildcard_is_told_in_one_way(written: str):
+    with closing(TcpTransport().listen(f"tcp://{written}:0")) as listener:
+        assert parse_address(listener.address).place == ("::" if ":" in written else "0.0.0.0")
 
 
 def blocked(error: OSError) -> str | None:

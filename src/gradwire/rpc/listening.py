@@ -5,7 +5,6 @@ This file must not know how workers meet: it reads the rendezvous host from the 
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 from dataclasses import replace
@@ -16,7 +15,7 @@ from gradwire.options import Options, rendezvous_host, tls_from_environment
 from gradwire.transport.address import Address, Transports, parse_address
 from gradwire.transport.base import Listener, Transport
 from gradwire.transport.shared_memory import SHARED_AT_MOST
-from gradwire.transport.tcp import TcpTransport
+from gradwire.transport.tcp import TcpTransport, is_wildcard
 from gradwire.transport.tls import ONE_AUTHORITY, TlsTransport
 from gradwire.transport.unix import UnixTransport
 
@@ -102,7 +101,7 @@ def reachable_address(bound: str, options: Options) -> str:
     place they are told the local address on the route to there.
     """
     where = parse_address(bound)
-    if where.port is None or not _is_wildcard(where.place):
+    if where.port is None or not is_wildcard(where.place):
         return bound
     host = rendezvous_host(options.init_method)
     if not host:
@@ -113,13 +112,6 @@ def reachable_address(bound: str, options: Options) -> str:
         )
     ipv4_only = socket.AF_INET if where.place == "0.0.0.0" else socket.AF_UNSPEC
     return str(replace(where, place=_local_address_towards(host, ipv4_only)))
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # a host name
-        return False
 
 
 def _local_address_towards(host: str, family: int = socket.AF_UNSPEC) -> str:

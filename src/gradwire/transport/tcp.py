@@ -69,7 +69,17 @@ def listening(
         sock = stream.listening_socket(family, place)
     except OSError as error:
         raise UsageError(f"cannot listen on {address}: {stream.reason_of(error)}") from error
-    return sock, str(Address(scheme, host, sock.getsockname()[1]))
+    bound, port = sock.getsockname()[:2]
+    # A wildcard may be written in many ways (0, 0x0, *); peers must not be told any of them.
+    return sock, str(Address(scheme, bound if is_wildcard(bound) else host, port))
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it means all addresses of this machine: 0.0.0.0 or ::."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a host name
+        return False
 
 
 def connected(
