@@ -639,3 +639,25 @@ def test_a_blocked_completion_keeps_no_other_one_waiting(workers):
         return others, first.wait()
 
     assert workers[0].run(both) == ([0, 2, 4], True)
+
+
+def test_after_a_shutdown_a_blocked_completion_does_not_move_to_the_timer(gate):
+    entered = threading.Event()
+
+    def block(_):
+        entered.set()
+        return GATES[gate].wait(30)
+
+    def program(worker):
+        first = gw.rpc_async("w1", double, args=(1,))
+        blocked = torch.futures.collect_all([first]).then(block)
+        assert entered.wait(30)
+        others = [gw.rpc_async("w1", wait_then_double, args=(gate, 1)) for _ in range(2)]
+        here = torch.futures.collect_all(others).then(lambda _: threading.current_thread().name)
+        worker.close(0.01)
+        name = here.wait()
+        GATES[gate].set()
+        return name, blocked.wait()
+
+    with cluster(2, expose=[HERE]) as two:
+        assert two[0].run(program, two[0].worker) == ("gradwire w0 complete", True)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import final
 
+from gradwire import threads
 from gradwire.agent.agent import Agent
 from gradwire.agent.serving.thread_pool import Job
 
@@ -46,10 +48,13 @@ class Completions:
             self._begin()
 
     def _begin(self) -> None:
+        self._agent.dispatch.service.submit_or_run(self._new_job())
+
+    def _new_job(self) -> Callable[[], None]:
         self._job = token = object()
         self._since = self._agent.clock.now()
         self._agent.timer.need(self._since + _BLOCKED_SECONDS)
-        self._agent.dispatch.service.submit_or_run(partial(self._run, token))
+        return partial(self._run, token)
 
     def _run(self, token: object) -> None:
         while self._job is token and self._queued:
@@ -72,5 +77,8 @@ class Completions:
         if self._job is None:
             return None
         if self._queued and now - self._since >= _BLOCKED_SECONDS:
-            self._begin()
+            job = self._new_job()
+            if not self._agent.dispatch.service.submit(job):  # the worker has shut down
+                me = self._agent.directory.me.name
+                threads.thread(f"gradwire {me} complete", job).start()
         return now + _BLOCKED_SECONDS
