@@ -50,6 +50,10 @@ def double(x):
     return x * 2
 
 
+def reference_to(x):
+    return gw.RRef(x)
+
+
 def wait_then_double(gate, x):
     GATES[gate].wait(30)
     return x * 2
@@ -661,3 +665,23 @@ def test_after_a_shutdown_a_blocked_completion_does_not_move_to_the_timer(gate):
 
     with cluster(2, expose=[HERE]) as two:
         assert two[0].run(program, two[0].worker) == ("gradwire w0 complete", True)
+
+
+def test_an_interrupt_while_calls_are_made_keeps_no_value(workers, monkeypatch):
+    def interrupt(_):
+        interrupts.append(None)
+        raise KeyboardInterrupt
+
+    def make():
+        made = []
+        with pytest.raises(KeyboardInterrupt):
+            made += [gw.remote("w1", double, args=(n,)) for n in range(50)]
+        with pytest.raises(KeyboardInterrupt):
+            made += [gw.rpc_async("w1", reference_to, args=(n,)) for n in range(50)]
+
+    interrupts = []
+    monkeypatch.setattr(workers[0].worker.agent, "read_some", interrupt)
+    workers[0].run(make)
+    assert len(interrupts) == 2
+    gc.collect()
+    assert_nothing_left(workers)

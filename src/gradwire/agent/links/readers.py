@@ -242,8 +242,9 @@ class ChannelReaders:
         """Handle what has come, if no thread reads.
 
         A thread that makes many calls before it waits reads their answers now and then: to wake
-        another thread for them costs more than the calls.
+        another thread for them costs more than the calls. UsageError where `wait` would raise it.
         """
+        check_may_wait("a read")
         reader, this_thread = self._by_channel.get(channel), _this_thread.state or _new_state()
         if reader is None or this_thread.reads is not None:
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from itertools import count
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast, final
@@ -122,7 +123,7 @@ class Calls:
     ) -> None:
         self._device_maps = {to: checked_map(given, to) for to, given in device_maps.items()}
         self._agent, self._engine, self._refs = agent, engine, refs
-        self._bodies, self._behavior = bodies, behavior
+        self._bodies, self._behavior, self._unawaited = bodies, behavior, count(1)
         self._carries_modes, self._events = behavior.carries_modes, agent.events
         self._tells_of_cancels = not behavior.runs_what_is_late
         self._window = PeerLimit("in_flight", agent.limits.in_flight, one_may_exceed=True)
@@ -242,9 +243,8 @@ class Calls:
         """Run `backward(context, [value])` on the owner of the value."""
         self._refs.wait_until_counted(handle, deadline)
         self._engine.calling(self._engine.contexts.find(context).id, handle.owner)
-        seconds = deadline - self._agent.clock.now()
+        seconds, what = deadline - self._agent.clock.now(), f"backward from {handle.ref}"
         message = BackwardFrom(handle.ref, context, retain_graph, seconds, current_modes())
-        what = f"backward from {handle.ref}"
         promise = self._request(handle.owner, message, deadline, what, "backward")
         outcome = self._outcome(promise, handle.owner, None)
         if isinstance(outcome, Exception):
@@ -254,10 +254,11 @@ class Calls:
         self, to: WorkerId, target: Target, deadline: float, keep: Kept | None
     ) -> SentCall:
         """Send a call that this thread does not wait for; its answer releases its bytes."""
+        # Before the call is sent: if this is interrupted, by Ctrl-C, nobody would drop its value.
+        if not next(self._unawaited) % _CALLS_BETWEEN_READS:
+            self._agent.read_some(to)
         sent = self._send_call(to, target, deadline, keep)
         sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
-        if not sent.call.n % _CALLS_BETWEEN_READS:
-            self._agent.read_some(to)
         if sent.context is not None or self._events.listeners:
             self._after_send(sent, to)
         return sent
