@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import gradwire
 from gradwire import PeerLost, UsageError
 from gradwire.current import current_worker
 from gradwire.launch import fork_server, processes
-from gradwire.launch.fork_server import CannotFork, ForkServer
+from gradwire.launch.fork_server import CannotFork, ForkServer, told
 from gradwire.launch.processes import ProcessGroup
 from tests.leftovers import eventually
 
@@ -303,6 +304,27 @@ def test_a_fork_that_is_told_nothing_says_nothing(capfd):
     finally:
         server.stop()
     assert capfd.readouterr().err == ""
+
+
+def leave_slowly(pipe, _, place):
+    with suppress(EOFError):
+        pipe.recv_bytes()
+    threading.Event().wait(0.2)
+    Path(place).touch()
+
+
+def test_a_server_lets_its_forks_clean_up_when_the_program_is_gone(tmp_path):
+    server, (ours, theirs) = ForkServer(SECONDS), multiprocessing.Pipe()
+    try:
+        with theirs:
+            process = server.fork("one", theirs, SECONDS)
+        ours.send_bytes(told("one", leave_slowly, (tmp_path / "cleaned",)))
+        ours.close()
+    finally:
+        server.stop()
+    process.join(SECONDS)
+    process.close()
+    assert (tmp_path / "cleaned").exists()
 
 
 def test_a_program_that_ignores_the_end_of_its_children_learns_how_they_ended():

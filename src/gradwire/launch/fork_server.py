@@ -6,7 +6,7 @@ A fork does what a spawned process would do: it imports the program and calls it
 
 The program and the server talk through a socket that keeps messages apart. The program sends the
 worker's end of a pipe, the server answers with a descriptor of the new process (pidfd) and later
-with its exit status. When the program ends, the server kills what is left, and ends.
+with its exit status. When the program ends, its workers end; the server kills what is left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from multiprocessing import resource_tracker, spawn
@@ -51,6 +51,7 @@ main({socket}, {program}, {tracker}, threads)
 _END_SECONDS = 5.0
 _STATUS_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 1.0
+_LEAVE_SECONDS = 2.0
 _UNKNOWN_STATUS = 255
 """of a process that ended after its server did"""
 
@@ -214,9 +215,15 @@ def told(name: str, main: Callable[..., None], args: tuple[object, ...]) -> byte
 
 
 def _is_readable(descriptor: int, seconds: float) -> bool:
+    return bool(_ready([descriptor], seconds))
+
+
+def _ready(descriptors: Iterable[int], seconds: float) -> list[int]:
+    """Those that can be read, after a wait for the first of them."""
     waiting = select.poll()
-    waiting.register(descriptor, select.POLLIN)
-    return bool(waiting.poll(max(0.0, seconds) * 1000))
+    for descriptor in descriptors:
+        waiting.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in waiting.poll(max(0.0, seconds) * 1000)]
 
 
 # -- the server
@@ -259,10 +266,8 @@ class _Server:
         try:
             # A process that the program has forked may hold a copy of its end of the channel.
             while os.getppid() == self._program:
-                waiting = select.poll()
-                for descriptor in (self._channel.fileno(), *self._pids):
-                    waiting.register(descriptor, select.POLLIN)
-                for descriptor, _ in waiting.poll(_LOOK_AGAIN_SECONDS * 1000):
+                descriptors = (self._channel.fileno(), *self._pids)
+                for descriptor in _ready(descriptors, _LOOK_AGAIN_SECONDS):
                     if descriptor in self._pids:
                         self._reap(descriptor)
                     elif (pipe := self._asked()) is not None:
@@ -271,9 +276,17 @@ class _Server:
         except EOFError:
             pass
         finally:
-            for pidfd in self._pids:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            self._end_all()
         return None
+
+    def _end_all(self) -> None:
+        """Workers notice by themselves that the program is gone, and remove what is on the disk."""
+        until = time.monotonic() + _LEAVE_SECONDS
+        while self._pids and (left := until - time.monotonic()) > 0:
+            for descriptor in _ready(self._pids, left):
+                self._pids.pop(descriptor)
+        for pidfd in self._pids:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def _asked(self) -> Connection | None:
         """Fork; returns the pipe in the new process, and None here."""
