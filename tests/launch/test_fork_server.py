@@ -196,6 +196,27 @@ def test_workers_end_with_their_server():
         gradwire.run(kill_my_parent, 2)
 
 
+def kill_my_parent_once():
+    if gradwire.incarnation() == 0:
+        kill_my_parent()
+    return gradwire.incarnation()
+
+
+def test_workers_are_restarted_without_their_server():
+    assert gradwire.run(kill_my_parent_once, 2, restarts=2, timeout=SECONDS) > 0
+
+
+def parent():
+    program = multiprocessing.parent_process()
+    return program.name, program.pid, program.is_alive()
+
+
+@pytest.mark.parametrize("method", processes.METHODS)
+def test_to_multiprocessing_the_program_is_the_parent_of_its_workers(method):
+    here = multiprocessing.current_process().name, os.getpid(), True
+    assert gradwire.run(parent, 1, start_method=method) == here
+
+
 THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
 
 

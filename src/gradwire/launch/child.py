@@ -14,6 +14,7 @@ import atexit
 import gc
 import io
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -177,12 +178,16 @@ def _end_with_parent(pipe: Connection, parent: int, directory: Path | None) -> N
 
     The end of the pipe tells. A process forked by the parent may hold a copy of its end, so the
     parent's process id is polled too. Nothing is sent through the pipe to this process.
+
+    A fork's parent is its server. If only that has ended, others still need the directory.
     """
+    program, is_over = multiprocessing.parent_process(), True
     with suppress(EOFError, OSError):
         while os.getppid() == parent:
             if pipe.poll(_LOOK_AGAIN_SECONDS):
                 pipe.recv_bytes()
-    if directory is not None:
+        is_over = program is None or program.pid == parent or pipe.poll()
+    if directory is not None and is_over:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 

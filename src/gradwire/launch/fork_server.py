@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
-from multiprocessing import resource_tracker, spawn
+from multiprocessing import process, resource_tracker, spawn
 from multiprocessing.connection import Connection
 from struct import Struct
 from typing import Any, NoReturn, cast, final
@@ -211,7 +211,8 @@ def told(name: str, main: Callable[..., None], args: tuple[object, ...]) -> byte
     """What a fork reads first: how to be a process of this program, and what to call."""
     data = spawn.get_preparation_data(name)
     data["authkey"] = bytes(data["authkey"])  # its own class refuses to be pickled
-    return dumps((data, dumps((main, args))))
+    program = multiprocessing.current_process().name, os.getpid()
+    return dumps((program, data, dumps((main, args))))
 
 
 def _is_readable(descriptor: int, seconds: float) -> bool:
@@ -324,7 +325,7 @@ def _be_worker(pipe: Connection, server: int) -> NoReturn:
     except (EOFError, OSError):  # the program was interrupted
         os._exit(1)
     try:
-        main, args = _become(*loads(about))
+        main, args = _become(pipe, *loads(about))
         main(pipe, server, *args)
     except SystemExit as error:
         failed = error
@@ -350,8 +351,13 @@ def _flush_files() -> None:
     ctypes.CDLL(None).fflush(None)  # those of code in C
 
 
-def _become(data: dict[str, Any], called: bytes) -> tuple[Callable[..., None], tuple[Any, ...]]:
+def _become(
+    pipe: Connection, program: tuple[str, int], data: dict[str, Any], called: bytes
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """Make this process one of the program; what it is to call."""
+    # To multiprocessing the program is the parent, of which it has a descriptor that ends with it.
+    parent = cast(Any, process)._ParentProcess(*program, os.dup(pipe.fileno()))
+    cast(Any, process)._parent_process = parent
     current_worker.is_forked = False  # no worker has run in the server
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # as in a new process; Python's and torch's are so
