@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy
 import pytest
@@ -162,8 +164,17 @@ if __name__ == "__main__":
 def test_workers_end_with_their_program_even_if_a_process_that_it_forked_lives_on(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(ORPHANED)
+    with TemporaryDirectory() as directory:  # which nobody is left to empty; its name is short
+        end_as_orphans(path, directory)
+
+
+def end_as_orphans(path, directory):
     program = subprocess.Popen(
-        [sys.executable, path], stdout=subprocess.PIPE, process_group=0, text=True
+        [sys.executable, path],
+        env=os.environ | {"TMPDIR": directory},
+        stdout=subprocess.PIPE,
+        process_group=0,
+        text=True,
     )
     try:
         with program.stdout as output:
@@ -325,6 +336,21 @@ def test_a_fork_that_is_told_nothing_says_nothing(capfd):
     finally:
         server.stop()
     assert capfd.readouterr().err == ""
+
+
+def test_a_program_without_room_for_more_descriptors_is_told_so():
+    with ProcessGroup("forkserver") as group:
+        group.start("one", wait)
+        room = resource.getrlimit(resource.RLIMIT_NOFILE)
+        pair = os.dup(0), os.dup(0)  # the lowest that are free: for the ends of a pipe
+        for each in pair:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (pair[1] + 1, room[1]))
+        try:
+            with pytest.raises(OSError, match=r"two was forked: Too many open files"):
+                group.start("two", wait)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, room)
 
 
 def leave_slowly(pipe, _, place):

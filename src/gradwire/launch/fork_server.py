@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import gc
 import io
 import multiprocessing
@@ -167,6 +168,8 @@ class ForkServer:
             raise CannotFork(f"the server of forks is gone: {error}") from error
         while True:
             news, pid, detail, pidfd = self._next(deadline, f"fork {name}")
+            if news is _News.STARTED and pidfd < 0:  # the system had no place for it
+                raise OSError(errno.EMFILE, f"{name} was forked: {os.strerror(errno.EMFILE)}")
             if news is _News.STARTED:
                 return ForkedProcess(name, pid, pidfd, self)
             if news is _News.FAILED:
