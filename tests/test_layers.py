@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent / "src" / "gradwire"
 LAYERS = [
     "errors",
     "ids",
+    "places",
     "options",
     "events",
     "threads",

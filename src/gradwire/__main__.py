@@ -1,33 +1,79 @@
-"""The command line: `gradwire certs` makes certificates; also `python -m gradwire certs`."""
+"""The command line: `gradwire run`, `gradwire secret` and `gradwire certs`; also `python -m`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradwire.agent.peers.secret import new_secret_text, write_secret
 from gradwire.errors import GradwireError
+from gradwire.options import with_workers
+
+_EXAMPLES = """examples:
+  gradwire run -n 3 train.py --epochs 2         start train.py, whose gradwire.run(fn) has 3 workers
+  gradwire secret --out job.secret              a secret for workers on several machines
+  gradwire certs --out certs --workers w0,w1    certificates, for TLS between machines
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
-    parser = argparse.ArgumentParser("gradwire", description="one autograd graph, many workers")
+    options = _parser().parse_args(arguments)
+    try:
+        options.act(options)
+    except (GradwireError, OSError) as error:
+        print(f"gradwire: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "gradwire",
+        description="one autograd graph, many workers",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("certs", help="make the certificates of workers").add_argument
+
+    run = commands.add_parser("run", help="start a program whose gradwire.run() starts N workers")
+    run.add_argument("-n", "--workers", type=int, required=True, metavar="N", help="how many")
+    run.add_argument("program", help="the program, a Python file")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    run.set_defaults(act=_run)
+
+    secret = commands.add_parser("secret", help="make the secret of a job")
+    out_help = "a new file that only you can read; without it, standard output"
+    secret.add_argument("--out", type=Path, metavar="FILE", help=out_help)
+    secret.set_defaults(act=_secret)
+
+    certs = commands.add_parser("certs", help="make the certificates of workers")
+    certs.set_defaults(act=_certs)
+    add = certs.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="output directory")
     add("--workers", required=True, metavar="NAME,…", help="names, one certificate each")
     add("--days", type=float, default=30, help="validity (default: 30)")
     add("--renew", action="store_true", help="replace existing certificates")
     key_help = "the authority's key, if it is not in DIR"
     add("--authority-key", type=Path, metavar="FILE", help=key_help)
-    options = parser.parse_args(arguments)
-    try:
-        _certs(options)
-    except GradwireError as error:
-        print(f"gradwire: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    """Become the program, so that it is `__main__` and gets signals and the terminal."""
+    command = [sys.executable, options.program, *options.arguments]
+    sys.stdout.flush()
+    os.execve(sys.executable, command, with_workers(options.workers))
+
+
+def _secret(options: argparse.Namespace) -> None:
+    if options.out is None:
+        print(new_secret_text())
+    else:
+        print(write_secret(options.out))
 
 
 def _certs(options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 
 from gradwire.errors import UsageError
 from gradwire.ids import LAST_INCARNATION
+from gradwire.places import LAUNCHER_VARIABLE, Place, place_in
 
 FOREVER = 1e9
 """Seconds that mean no deadline: no wait of Python or of the kernel overflows. Only the loss of the
@@ -190,6 +191,24 @@ def rank_and_size_from_environment() -> tuple[int | None, int | None]:
     return _maybe_int("RANK"), _maybe_int("WORLD_SIZE")
 
 
+_WORKERS_VARIABLE = "GRADWIRE_WORKERS"
+
+
+def workers_from_environment() -> int | None:
+    """How many workers `gradwire run -n` asked for."""
+    return _maybe_int(_WORKERS_VARIABLE)
+
+
+def with_workers(count: int) -> dict[str, str]:
+    """The environment of a program whose `run` starts so many workers, whatever started us."""
+    return {**os.environ, _WORKERS_VARIABLE: str(count), LAUNCHER_VARIABLE: "none"}
+
+
+def place_from_environment() -> Place | None:
+    """The place that a launcher gave this process; None if no launcher has started it."""
+    return place_in(os.environ)
+
+
 def tls_from_environment() -> Tls | None:
     """GRADWIRE_TLS_CERT, GRADWIRE_TLS_KEY and GRADWIRE_TLS_CA: all of them, or none."""
     found = {variable: os.environ.get(variable, "") for variable in _TLS_VARIABLES}
@@ -261,6 +280,17 @@ def rendezvous_server(init_method: str, rank: int | None) -> tuple[str, int] | N
     if rank is None or (rank == 0 and not by_agent):  # without a rank torch refuses, at once
         return None
     return (host, port) if host and port else None
+
+
+def store_of_launcher(init_method: str) -> str | None:
+    """Where torchrun's agent hosts a store, if this URL is one at which nobody would host one.
+
+    Under torchrun, torch makes each process a client, whatever the URL.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "tcp" not in init_method[:4]:
+        return None
+    agent = os.environ.get("MASTER_ADDR", ""), _maybe_int("MASTER_PORT")
+    return None if _host_and_port(init_method) == agent else f"{agent[0]}:{agent[1]}"
 
 
 def _host_and_port(url: str) -> tuple[str, int | None]:

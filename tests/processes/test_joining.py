@@ -15,6 +15,7 @@ import gradwire
 from gradwire import JoinTimeout, Options, Timeouts, UsageError
 from gradwire.agent.peers.secret import write_secret
 from gradwire.rpc.join import _last_store
+from tests.background import Background
 from tests.processes import far
 from tests.processes.conftest import TIMEOUTS
 
@@ -85,6 +86,30 @@ def test_workers_meet_again_at_the_same_place(hosts, tmp_path, meeting):
     for _ in range(6):
         host.begin(_greet, {}, "b", 1, options)
         assert _greet({}, "a", 0, options) == host.finish() == ["a", "b"]
+    _last_store.value = None
+
+
+def _greet_all(name, rank, options):
+    """In a process of its own: join a world of three, ask everyone who they are, leave."""
+    gradwire.init_rpc(name, rank, 3, options, expose=[far])
+    try:
+        return [gradwire.rpc_sync(n, far.here) for n in range(3)]
+    finally:
+        gradwire.shutdown()
+
+
+def test_ranks_that_rotate_over_one_port_meet(hosts):
+    first, second = hosts.take(2)
+    options = Options(init_method=f"tcp://127.0.0.1:{_free_port()}", timeouts=TIMEOUTS)
+    ranks = [{first: 0, second: 1}, {first: 1, second: 0}] * 2
+
+    for rank in ranks:  # the host of the store before comes last
+        here = Background(lambda: _greet_all("test", 2, options))
+        if rank is not ranks[0]:
+            assert here.is_blocked()  # at the store of the world before
+        for host in sorted(rank, key=rank.get):
+            host.begin(_greet_all, f"rank{rank[host]}", rank[host], options)
+        assert here.result() == first.finish() == second.finish() == ["rank0", "rank1", "test"]
     _last_store.value = None
 
 

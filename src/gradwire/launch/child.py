@@ -34,7 +34,7 @@ from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
 from gradwire.launch.supervise_state import CALLER
 from gradwire.options import FOREVER, Options
-from gradwire.rpc.api import init_rpc, shutdown
+from gradwire.rpc.api import Names, default_name, init_rpc, shutdown
 from gradwire.rpc.codec.pickle_codec import dumps, loads
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Worker
@@ -71,9 +71,13 @@ class WorkerSpec:
 
 
 def worker_specs(
-    world_size: int, options: Options, directory: Path, may_restart: bool = False
+    world_size: int,
+    options: Options,
+    directory: Path,
+    may_restart: bool = False,
+    names: Names | None = None,
 ) -> list[WorkerSpec]:
-    """The specifications of workers w0, w1, … of one run."""
+    """The specifications of the workers of one run."""
     shared = replace(
         options,
         init_method=f"file://{directory / 'rendezvous'}",
@@ -83,7 +87,8 @@ def worker_specs(
     for rank in range(world_size):
         own = _socket(directory, rank) if options.listen in ("auto", "unix") else options.listen
         own_options = replace(shared, listen=own)
-        specs.append(WorkerSpec(f"w{rank}", rank, world_size, own_options, directory, may_restart))
+        name = (names or default_name)(rank)
+        specs.append(WorkerSpec(name, rank, world_size, own_options, directory, may_restart))
     return specs
 
 

@@ -22,12 +22,12 @@ from gradwire.agent.peers.secret import write_secret
 from gradwire.agent.remote_errors import revive
 from gradwire.errors import GradwireError, PeerLost, UsageError
 from gradwire.ids import LAST_INCARNATION
-from gradwire.launch import child, supervise_state
+from gradwire.launch import child, in_place, supervise_state
 from gradwire.launch.child import WorkerSpec, pickled, unpickled
 from gradwire.launch.processes import ProcessGroup, StartMethod
 from gradwire.launch.supervise_state import Died, Failed, Overdue, RunState, Succeeded, Verdict
-from gradwire.options import Options
-from gradwire.rpc.api import positional
+from gradwire.options import Options, place_from_environment, workers_from_environment
+from gradwire.rpc.api import Names, positional
 from gradwire.rpc.codec.pickle_codec import sent_exception
 from gradwire.rpc.expose.registry import exception_name, listed
 from gradwire.rpc.worker import Exposed
@@ -40,16 +40,22 @@ _EXIT_SECONDS = 10.0  # for a process to exit after its worker has left
 
 def run(
     fn: Callable[..., T],
-    world_size: int,
+    world_size: int | None = None,
     args: tuple[object, ...] | list[Any] = (),
     *,
     expose: Exposed = (),
     options: Options | None = None,
     timeout: float | None = None,
     restarts: int = 0,
+    names: Names | None = None,
     start_method: StartMethod = "forkserver",
 ) -> T:
     """Start workers w0, w1, … on this machine, call `fn(*args)` on w0 and return its value.
+
+    If a launcher has started this process (torchrun, srun, Kubernetes; see
+    docs/guide/beyond-one-machine.md), no process is started. This one becomes the worker of its
+    rank: rank 0 calls `fn`, and in the others `run` serves it and returns None. `world_size` may be
+    left out then; it must be the number of processes that the launcher has started.
 
     The others serve calls until it returns. They run what `expose` names, as for `init_rpc`, and
     the functions of the script. `fn`, `args`, `expose` and the value are pickled between this
@@ -70,6 +76,8 @@ def run(
     in milliseconds. It starts no threads and initializes no GPU; if something that it imports does,
     or with `start_method="spawn"`, each worker is a new process that imports torch itself.
 
+    `names(rank)` are other names than w0, w1, and so on.
+
     The output of the workers appears as they print it. The number of threads that torch uses is not
     changed: with more workers than cores, set OMP_NUM_THREADS, or call torch.set_num_threads in
     `fn`.
@@ -82,35 +90,71 @@ def run(
     >>> if __name__ == "__main__":
     ...     print(gradwire.run(main, 2, args=(torch.ones(3, requires_grad=True),)))
     """
-    _check_program(fn)
     options = options or Options()
+    place = place_from_environment()
+    if place is not None:
+        in_place.check(place, world_size, timeout, restarts, options)
+        return in_place.run_in_place(place, fn, positional(args), expose, options, names)
+    _check_program(fn)
+    world_size = _size(world_size)
     check_arguments(world_size, options, timeout, restarts)
-    given = pickled(
-        (fn, positional(args), listed(expose)),
-        "what run() was given",
-        hint="define functions and classes with def and class at the top of a module",
+    job = _given(fn, args, expose)
+    state = RunState(
+        world_size,
+        time.monotonic(),
+        start=options.timeouts.join,
+        whole=math.inf if timeout is None else timeout,
+        leave=options.timeouts.shutdown + _EXIT_SECONDS,
+        restarts=restarts,
     )
     with (
         tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory,
         ProcessGroup(start_method, options.timeouts.join) as group,
     ):
-        home = Path(directory)
-        (home / child.ARGUMENTS).write_bytes(given)
-        if options.secret is None:
-            write_secret(home / child.SECRET)
-        workers = child.worker_specs(world_size, options, home, restarts > 0)
-        state = RunState(
-            world_size,
-            time.monotonic(),
-            start=options.timeouts.join,
-            whole=math.inf if timeout is None else timeout,
-            leave=options.timeouts.shutdown + _EXIT_SECONDS,
-            restarts=restarts,
-        )
+        workers = _prepared(Path(directory), job, world_size, options, restarts, names)
         verdict = _supervise(group, state, workers)
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
         return cast(T, unpickled(workers[0].returned.read_bytes(), "what the function returned"))
+
+
+def _given(fn: Callable[..., object], args: object, expose: Exposed) -> bytes:
+    """What workers are to do, as a pickle."""
+    return pickled(
+        (fn, positional(args), listed(expose)),
+        "what run() was given",
+        hint="define functions and classes with def and class at the top of a module",
+    )
+
+
+def _prepared(
+    home: Path,
+    given: bytes,
+    world_size: int,
+    options: Options,
+    restarts: int,
+    names: Names | None,
+) -> list[WorkerSpec]:
+    """Write what the workers need into the directory of the run; what each is told."""
+    (home / child.ARGUMENTS).write_bytes(given)
+    if options.secret is None:
+        write_secret(home / child.SECRET)
+    return child.worker_specs(world_size, options, home, restarts > 0, names)
+
+
+def _size(given: int | None) -> int:
+    """The number of workers to start: as given, or else by `gradwire run -n`."""
+    if given is not None:
+        return given
+    asked = workers_from_environment()
+    if asked is None:
+        raise UsageError(
+            "run() was given no world_size, and no launcher has started this process",
+            hint="run(fn, world_size=3); or start the program by `python -m gradwire run -n 3 "
+            "program.py`, `torchrun --standalone --nproc-per-node 3 program.py` or "
+            "`srun -n 3 python program.py`",
+        )
+    return asked
 
 
 def _supervise(group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) -> Verdict:

@@ -24,6 +24,7 @@ from gradwire.options import (
     Options,
     Timeout,
     Timeouts,
+    place_from_environment,
     rank_and_size_from_environment,
 )
 from gradwire.rpc.calls.client import Make, Target
@@ -37,6 +38,8 @@ from gradwire.threads import FORKED
 
 T = TypeVar("T")
 To = str | int | WorkerInfo
+Names = Callable[[int], str]
+"""The name of the worker of each rank."""
 
 _log = logging.getLogger("gradwire")
 _TEXT = (str, bytes, bytearray, memoryview)
@@ -44,22 +47,24 @@ _BACKENDS = ("TENSORPIPE", None)
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     options: Options | None = None,
     *,
     expose: Exposed = (),
+    names: Names | None = None,
     backend: object = None,
     rpc_backend_options: object = None,
 ) -> None:
     """Make this process a worker, and wait until all `world_size` workers have joined.
 
-    Rank and world size default to the environment variables that torchrun sets. If neither gives a
-    world size, or with `Options(is_open=True)`, the world is open: workers come and go, and this
-    one joins those that are there. `expose` lists the modules, functions and classes that peers may
-    run here, besides those of the `__main__` script, those decorated with `@gradwire.expose`, and
-    torch's own operators.
+    Rank and world size default to the place that a launcher gave this process (torchrun, srun,
+    Kubernetes, or the variables RANK and WORLD_SIZE). If neither gives a world size, or with
+    `Options(is_open=True)`, the world is open: workers come and go, and this one joins those that
+    are there. The name defaults to `names(rank)`, and that to w0, w1, and so on. `expose` lists the
+    modules, functions and classes that peers may run here, besides those of the `__main__` script,
+    those decorated with `@gradwire.expose`, and torch's own operators.
 
     `backend` and `rpc_backend_options` are those of torch.distributed.rpc, for programs that are
     ported: init_method, rpc_timeout and num_worker_threads are used.
@@ -69,7 +74,7 @@ def init_rpc(
     if current_worker.maybe_default() is not None:
         raise UsageError("RPC is already initialized", hint="call shutdown() first")
     options = options_for(backend, rpc_backend_options, options)
-    known_rank, known_size = rank_and_size_from_environment()
+    known_rank, known_size = known_rank_and_size()
     if rank is None or rank == -1:  # torch's default
         rank = known_rank
     elif not isinstance(rank, Integral):
@@ -82,9 +87,11 @@ def init_rpc(
         world_size = known_size
     if rank is None:
         raise UsageError(
-            f"init_rpc({name!r}) does not know its rank",
+            f"init_rpc({'' if name is None else repr(name)}) does not know its rank",
             hint="pass rank=…, or set RANK as torchrun does",
         )
+    if name is None:
+        name = (names or default_name)(rank)
     if world_size is not None and options.is_open:
         raise UsageError(
             f"an open world has no world_size, but {name} was given {world_size}",
@@ -285,6 +292,17 @@ def _not_arguments(args: object) -> ArgumentTypeError:
     else:
         hint = "args=(value,), with the comma, passes it as one argument"
     return ArgumentTypeError(f"args is a {kind}, not a tuple or a list of arguments", hint=hint)
+
+
+def default_name(rank: int) -> str:
+    """w0, w1, and so on."""
+    return f"w{rank}"
+
+
+def known_rank_and_size() -> tuple[int | None, int | None]:
+    """Rank and world size that a launcher gave this process, or that are set without one."""
+    place = place_from_environment()
+    return rank_and_size_from_environment() if place is None else (place.rank, place.world_size)
 
 
 def options_for(backend: object, given: Any, options: Options | None) -> Options:  # noqa: ANN401

@@ -6,7 +6,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, HashStore
 
 from gradwire.agent.membership.rendezvous import meet, open_store
 from gradwire.agent.peers.directory import Member, check_name
@@ -25,9 +25,14 @@ def options(tmp_path):
     return Options(init_method=f"file://{tmp_path}/meeting", timeouts=Timeouts(join=20))
 
 
+def met(store, me, world_size, options):
+    clock = MonotonicClock()
+    return meet(store, me, world_size, clock.now() + options.timeouts.join, clock)
+
+
 def join(options, rank, address, world_size=2):
     store = SignedStore(open_store(options, rank, world_size), SECRET, Refusals())
-    return meet(store, Member(rank, f"w{rank}", address), world_size, options, MonotonicClock())
+    return met(store, Member(rank, f"w{rank}", address), world_size, options)
 
 
 def addresses(meeting):
@@ -95,7 +100,7 @@ def told(options, *workers):
         name, rank, world_size = worker
         store = SignedStore(open_store(options, rank, world_size), SECRET, Refusals())
         try:
-            meet(store, Member(rank, name, "there"), world_size, options, MonotonicClock())
+            met(store, Member(rank, name, "there"), world_size, options)
         except GradwireError as error:
             return error
         return None
@@ -151,11 +156,13 @@ def test_the_loss_of_the_meeting_place_is_an_error_of_ours(options):
         def check(self, names):
             raise DistNetworkError("Failed to recv, got 0 bytes")
 
+        add = check
+
     store = SignedStore(Gone(), SECRET, Refusals())
     with pytest.raises(
         PeerLost, match="the rendezvous store was lost before every worker had joined"
     ) as lost:
-        meet(store, Member(1, "w1", "there"), 2, options, MonotonicClock())
+        met(store, Member(1, "w1", "there"), 2, options)
     assert "see that process's output" in lost.value.hint
 
 
@@ -200,3 +207,87 @@ def test_a_port_that_stays_taken_is_an_error(taken, is_again, seconds):
     opening = Background(lambda: open_store(options, 0, 1, is_again=is_again))
     text = f"no rendezvous at {taken[1]}: something else listens at its port"
     assert text in str(opening.error(UsageError))
+
+
+# -- a store that a launcher keeps while it restarts the workers
+
+
+def dead(store, rank, world_size=2, *, until):
+    """What a process of this rank leaves in the store that is killed while it joins."""
+
+    class Killed(Exception):
+        pass
+
+    class Dying(SignedStore):
+        def _did(self, what, name):
+            if until in f"{what} {name}":
+                raise Killed
+
+        def set(self, name, *rest):
+            super().set(name, *rest)
+            self._did("set", name)
+
+        def add(self, name, amount):
+            found = super().add(name, amount)
+            self._did("add", name)
+            return found
+
+        def has(self, names):
+            if until == "wait" and not super().has(names):
+                raise Killed
+            return super().has(names)
+
+    with pytest.raises(Killed):
+        met(Dying(store, SECRET, Refusals()), Member(rank, f"w{rank}", "dead"), world_size, SOON)
+
+
+SOON = Options(timeouts=Timeouts(join=20))
+
+
+@pytest.fixture
+def kept():
+    return HashStore()
+
+
+def restarted(store, ranks=(0, 1, 2)):
+    """All ranks join at once, or in this order; what each has found."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        joining = [
+            pool.submit(
+                met, SignedStore(store, SECRET, Refusals()), Member(n, f"w{n}", "new"), 3, SOON
+            )
+            for n in ranks
+        ]
+        return [future.result() for future in joining]
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize(
+    "until", ["import", "add gradwire/round 1/claimed/2", "set gradwire/round 1/2", "wait"]
+)
+def test_restarted_workers_do_not_join_a_round_of_dead_ones(kept, until, ranks):
+    dead(kept, 0, 3, until="wait")
+    dead(kept, 1, 3, until="wait")
+    if until != "import":
+        dead(kept, 2, 3, until=until)
+
+    meetings = restarted(kept, ranks)
+
+    assert all(addresses(meeting) == ["new"] * 3 for meeting in meetings)
+    assert len({meeting.job for meeting in meetings}) == 1
+
+
+def test_a_worker_that_enters_a_round_of_dead_ones_moves_on(kept):
+    dead(kept, 0, 3, until="wait")
+    dead(kept, 1, 3, until="wait")
+    early = Background(lambda: restarted(kept, (2,)))  # finds two entries, and writes the third
+    assert early.is_blocked()
+
+    meetings = restarted(kept, (0, 1))
+
+    assert all(addresses(meeting) == ["new"] * 3 for meeting in meetings + early.result())
+
+
+def test_restarted_workers_meet_after_a_world_that_was_complete(kept):
+    restarted(kept)
+    assert all(addresses(meeting) == ["new"] * 3 for meeting in restarted(kept, (2, 0, 1)))

@@ -9,8 +9,15 @@ import stat
 import pytest
 
 from gradwire.agent.peers import secret as secrets_here
-from gradwire.agent.peers.secret import Secret, find_secret, fresh_secret, write_secret
-from gradwire.errors import UsageError
+from gradwire.agent.peers.secret import (
+    Secret,
+    find_secret,
+    fresh_secret,
+    read_shared,
+    shared_secret,
+    write_secret,
+)
+from gradwire.errors import NotTrusted, UsageError
 from gradwire.options import SECRET_VARIABLES, Options
 
 TEXT = "0123456789abcdef" * 4
@@ -93,7 +100,7 @@ def test_none_is_an_error_that_says_how_to_make_one():
     error = refusal()
 
     assert error.message == "this worker was given no secret"
-    assert "secrets.token_hex(32)" in error.hint
+    assert "python -m gradwire secret --out FILE" in error.hint
     assert "GRADWIRE_SECRET_FILE" in error.hint
     assert "gradwire.run()" in error.hint
 
@@ -181,3 +188,40 @@ def test_keys_for_two_purposes_have_nothing_in_common():
 
     assert secret.key("one") != secret.key("two")
     assert len(secret.key("one")) == 32
+
+
+def test_a_file_of_root_may_be_readable_by_a_group(file, monkeypatch):
+    """As Kubernetes mounts a secret for a pod whose user is not root."""
+    file.chmod(0o440)
+    owner = file.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1000)
+
+    if owner == 0:
+        assert found(Options(secret=str(file))) == SAME
+    file.chmod(0o444)
+    assert "other users" in refusal(Options(secret=str(file))).message or owner
+
+
+# -- one that rank 0 makes for the processes of this machine
+
+
+def test_a_shared_secret_is_read_by_others_and_gone_at_the_end():
+    with shared_secret() as path:
+        given = read_shared(path).key("test")
+        assert given == found(Options(secret=path)) != SAME
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+    with pytest.raises(FileNotFoundError):
+        read_shared(path)
+
+
+def test_another_file_at_its_place_is_none_of_ours(file):
+    """A process that has ended may have left its number to another program."""
+    with file.open() as other, pytest.raises(FileNotFoundError):
+        read_shared(f"/proc/{os.getpid()}/fd/{other.fileno()}")
+
+
+def test_a_store_cannot_name_another_file(file):
+    for path in (str(file), f"/proc/self/cwd/{file}", f"/proc/1/fd/../../../{file}", ""):
+        with pytest.raises(NotTrusted, match="as the place of the secret"):
+            read_shared(path)

@@ -30,7 +30,9 @@ def stranger_at(place, secret=OTHER):
 
 
 def join(place, rank=0, size=1):
-    return meet(place, Member(rank, f"w{rank}", "here"), size, SOON, MonotonicClock())
+    clock = MonotonicClock()
+    deadline = clock.now() + SOON.timeouts.join
+    return meet(place, Member(rank, f"w{rank}", "here"), size, deadline, clock)
 
 
 def test_what_was_written_can_be_read(place):

@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple, final
 from urllib.parse import urlparse, urlunparse
@@ -23,10 +24,10 @@ from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defin
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.agent.peers.directory import Directory, Member, Roster
-from gradwire.agent.peers.secret import SignedStore
+from gradwire.agent.peers.secret import Secret, SignedStore, read_shared
 from gradwire.agent.requests.timer import Clock
-from gradwire.errors import JoinTimeout, PeerLost, UsageError
-from gradwire.options import Options, rendezvous_server
+from gradwire.errors import GradwireError, JoinTimeout, PeerLost, UsageError
+from gradwire.options import Options, rendezvous_server, store_of_launcher
 
 MIXED = (
     "RPC group mixes statically and dynamically initialized members which is not supported. "
@@ -45,6 +46,24 @@ _ANOTHER = (
 )
 _OWN_RANK = "give every process a rank of its own"
 _PLACES = "init_method is env:// (MASTER_ADDR, MASTER_PORT), tcp://host:port or file:///path"
+
+
+def _name(n: int) -> str:
+    return f"gradwire/round {n}"
+
+
+def _go(round: str) -> str:
+    """Set by rank 0 when all entries are there."""
+    return f"{round}/go/0"
+
+
+def _given_up(round: str) -> str:
+    return f"{round}/given up"
+
+
+def _offer(round: str) -> str:
+    """The path of the secret, if rank 0 has made one. Not signed: see `read_shared`."""
+    return f"{round}/secret"
 
 
 class RendezvousEntry(msgspec.Struct, frozen=True):
@@ -68,7 +87,12 @@ class Meeting(NamedTuple):
 
 
 def open_store(
-    options: Options, rank: int | None, world_size: int | None, *, is_again: bool = False
+    options: Options,
+    rank: int | None,
+    world_size: int | None,
+    *,
+    is_again: bool = False,
+    deadline: float | None = None,
 ) -> Store:
     """The store that `init_method` names; without a world size, for any number of workers.
 
@@ -78,7 +102,15 @@ def open_store(
     url = options.init_method
     if urlparse(url).scheme not in ("env", "tcp", "file"):
         raise UsageError(f"no rendezvous at {url}", hint=_PLACES)
-    deadline, pause = time.monotonic() + options.timeouts.join, _LOOK_AGAIN_SECONDS
+    if (agent := store_of_launcher(url)) is not None:
+        raise UsageError(
+            f"no rendezvous at {url}: processes of torchrun host no store, as its agent hosts "
+            f"one at {agent}",
+            hint="leave init_method out, or env://",
+        )
+    if deadline is None:
+        deadline = time.monotonic() + options.timeouts.join
+    pause = _LOOK_AGAIN_SECONDS
     _await_server(url, rank, deadline)
     while True:
         seconds = timedelta(seconds=max(0.001, deadline - time.monotonic()))
@@ -88,14 +120,35 @@ def open_store(
         except ValueError as error:
             raise UsageError(f"no rendezvous at {url}: {error}", hint=_PLACES) from error
         except RuntimeError as error:
-            if _PORT_IS_TAKEN not in str(error).lower():
-                raise JoinTimeout(f"no rendezvous at {url}: {error}") from error
             if not is_again or time.monotonic() >= deadline:
-                raise UsageError(
-                    f"no rendezvous at {url}: something else listens at its port", hint=_ANOTHER
-                ) from error
+                raise _no_store(url, error) from error
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_LOOK_AGAIN_SECONDS)  # torch warns each time
+
+
+def _no_store(url: str, error: RuntimeError) -> GradwireError:
+    if _PORT_IS_TAKEN in str(error).lower():
+        text = f"no rendezvous at {url}: something else listens at its port"
+        return UsageError(text, hint=_ANOTHER)
+    return JoinTimeout(f"no rendezvous at {url}: {error}")
+
+
+def await_name(host: str, deadline: float) -> None:
+    """Wait until the name of a host is known: that of a pod may not be for half a minute."""
+    pause = _LOOK_AGAIN_SECONDS
+    while host:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise JoinTimeout(
+                    f"the name of rendezvous host {host} is not known: {error}",
+                    hint="correct it, or increase Timeouts(join=…)",
+                ) from error
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_LOOK_AGAIN_SECONDS)
 
 
 def _await_server(url: str, rank: int | None, deadline: float) -> None:
@@ -144,27 +197,38 @@ def put_roster(store: SignedStore, roster: Roster, old: str | None) -> bool:
     return store.replace(_ROSTER, old, msgspec.json.encode(roster).decode())
 
 
-def meet(
-    store: SignedStore, me: Member, world_size: int, options: Options, clock: Clock
-) -> Meeting:
-    """Write this worker's entry, and wait for the entries of all others."""
-    rounds = _Rounds(store, me, world_size, clock.now() + options.timeouts.join, clock)
+def meet(store: SignedStore, me: Member, world_size: int, deadline: float, clock: Clock) -> Meeting:
+    """Write this worker's entry, and wait for the entries of all others.
+
+    A store without a secret is given that of each round, which rank 0 has made on this machine.
+    """
+    rounds = _Rounds(store, me, world_size, deadline, clock)
     try:
-        return rounds.meet()
+        return rounds.rejoin() if me.incarnation else rounds.meet()
     except DistNetworkError as error:
-        raise PeerLost(
+        raise StoreLost(
             "the rendezvous store was lost before every worker had joined: the process that "
             "hosts it, usually rank 0, has exited",
             hint=f"see that process's output for the cause; {_OWN_RANK}",
         ) from error
 
 
+class StoreLost(PeerLost):
+    """The process that hosts the rendezvous store has ended."""
+
+
+class _RoundIsOver(Exception):  # no error: the worker looks for the next round
+    """Rank 0 has given up the round, or another process of rank 0 has opened a later one."""
+
+
 @final
 class _Rounds:
     """The rounds of joining in one store, which may be used again after a shutdown or a failure.
 
-    Rank 0 opens a round. The others join the latest, unless they have been in it already or rank 0
-    has given it up: then they wait for the next.
+    Rank 0 opens a round, and says `go` when the entries of all are there. The others join the
+    latest round in which no worker of their rank has been. They move on to a later one as long as
+    rank 0 has not said `go`. A launcher may keep the store when it restarts all processes, so a
+    round may be one of processes that were killed: there nobody says `go` any more.
     """
 
     def __init__(
@@ -173,33 +237,94 @@ class _Rounds:
         self._store, self._me, self._world_size = store, me, world_size
         self._deadline, self._clock = deadline, clock
         self._checked: set[str] = set()  # entries whose world size was compared and is the same
+        self._is_secret_shared = store.secret is None
 
     def meet(self) -> Meeting:
-        store, me = self._store, self._me
-        is_again = me.incarnation > 0
-        if is_again:  # it rejoins the round of the earlier one, without the help of the others
-            round = self._last_round()
-        else:
+        """Join a round of new workers."""
+        if not self._is_secret_shared:
             self._refuse_open_world()
-            round = self._open_round() if me.id == 0 else self._find_round()
+        if self._me.id == 0:
+            round = self._open_round()
             self._refuse_open_world()  # again: of two that begin at once, one sees the other
-        job = store.get(round)
+            return self._lead(round)
+        n = max(1, self._store.add(ROUNDS, 0))
+        while True:
+            n = self._claim_round(n)
+            with suppress(_RoundIsOver):
+                return self._follow(n)
+            n = max(n + 1, self._store.add(ROUNDS, 0))
+
+    def rejoin(self) -> Meeting:
+        """Join the round of an earlier incarnation, without the help of the others."""
+        round = self._last_round()
+        job = self._store.get(round)
         # Written before the others are read: of two workers that come back at once, one finds the
         # other. An earlier incarnation may have died at any step of its own rendezvous.
-        size = 0 if is_again else self._world_size
-        entry = RendezvousEntry(me.name, me.address, me.note, me.incarnation, size)
-        store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
-        keys = [f"{round}/{other}" for other in range(self._world_size)]
-        if is_again:
-            self._wait(keys)
-        else:
-            self._wait_for_entries(round, keys, job)
-        found = enumerate(_decode_entry(store.get(key, job)) for key in keys)
+        keys = self._write_entry(round, job, world_size=0)
+        self._wait(keys)
+        return self._read_entries(round, keys, job)
+
+    def _lead(self, round: str) -> Meeting:
+        """As rank 0, which may host the store, and must not go while the others read."""
+        job = self._store.get(round)
+        keys = self._write_entry(round, job, self._world_size)
+        try:
+            self._wait(keys, look=lambda: self._check_sizes(keys, job))
+        except JoinTimeout:
+            self._give_up(round)
+            raise
+        self._check_sizes(keys, job)
+        self._store.set(_go(round), "", job)
+        meeting = self._read_entries(round, keys, job)
+        self._wait([f"{round}/read/{other}" for other in range(self._world_size)])
+        return meeting
+
+    def _follow(self, n: int) -> Meeting:
+        """As any other rank."""
+        round = _name(n)
+
+        def look() -> None:
+            is_given_up = self._store.maybe_get(_given_up(round)) is not None
+            if is_given_up or self._store.add(ROUNDS, 0) > n:
+                raise _RoundIsOver
+
+        if self._is_secret_shared:
+            self._store.secret = self._shared_secret(round)
+        look()
+        self._refuse_open_world()
+        job = self._store.get(round)
+        keys = self._write_entry(round, job, self._world_size)
+        self._wait(keys[:1], look=look)  # rank 0 writes its entry first, with the world size
+        self._check_sizes(keys[:1], job)
+        self._wait(keys, look=look)
+        self._check_sizes(keys, job)
+        self._wait([_go(round)], look=look)
+        return self._read_entries(round, keys, job)
+
+    def _shared_secret(self, round: str) -> Secret:
+        """The secret that rank 0 has made on this machine for this round."""
+        if not self._store.has([_offer(round)]):
+            raise UsageError(
+                f"{self._me.name} was given no secret, but rank 0 was",
+                hint="set GRADWIRE_SECRET_FILE for every process, or for none",
+            )
+        try:
+            return read_shared(self._store.inner.get(_offer(round)).decode())
+        except FileNotFoundError:  # of processes that have ended
+            raise _RoundIsOver from None
+
+    def _write_entry(self, round: str, job: str, world_size: int) -> list[str]:
+        """Write this worker's entry; returns the names of all."""
+        me = self._me
+        entry = RendezvousEntry(me.name, me.address, me.note, me.incarnation, world_size)
+        self._store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
+        return [f"{round}/{other}" for other in range(self._world_size)]
+
+    def _read_entries(self, round: str, keys: list[str], job: str) -> Meeting:
+        found = enumerate(_decode_entry(self._store.get(key, job)) for key in keys)
         members = [Member(id, e.name, e.address, e.incarnation, e.note) for id, e in found]
-        directory = Directory(me.id, members)
-        store.set(f"{round}/read/{me.id}", "", job)
-        if me.id == 0 and not is_again:  # the host of the store must not go while others read
-            self._wait([f"{round}/read/{other}" for other in range(self._world_size)])
+        directory = Directory(self._me.id, members)
+        self._store.set(f"{round}/read/{self._me.id}", "", job)
         return Meeting(directory, job)
 
     def _refuse_open_world(self) -> None:
@@ -208,30 +333,20 @@ class _Rounds:
 
     def _open_round(self) -> str:
         """Begin a new round, under a new job id."""
-        round = f"gradwire/round {self._store.add(ROUNDS, 1)}"
+        round = _name(self._store.add(ROUNDS, 1))
+        if self._store.offered is not None:
+            self._store.inner.set(_offer(round), self._store.offered)
         self._store.set(round, uuid.uuid4().hex)
         return round
 
-    def _wait_for_entries(self, round: str, keys: list[str], job: str) -> None:
-        """Wait until all ranks have written their entries, with the same world size."""
-        try:
-            if self._me.id == 0:
-                self._wait(keys, look=lambda: self._check_sizes(keys, job))
-            else:  # rank 0 writes its entry first, with the world size
-                self._wait(keys[:1])
-                self._check_sizes(keys[:1], job)
-                self._wait(keys)
-        except JoinTimeout:
-            if self._me.id == 0:
-                self._store.set(f"{round}/given up", "")  # so that no worker joins it later
-                if self._store.add(ROUNDS, 0) > int(round.rsplit(" ", 1)[1]):
-                    raise JoinTimeout(
-                        f"{self._me.name} timed out: another process has opened a round here as "
-                        "rank 0",
-                        hint=_OWN_RANK,
-                    ) from None
-            raise
-        self._check_sizes(keys, job)
+    def _give_up(self, round: str) -> None:
+        """Let no worker join the round later."""
+        self._store.set(_given_up(round), "")
+        if self._store.add(ROUNDS, 0) > int(round.rsplit(" ", 1)[1]):
+            raise JoinTimeout(
+                f"{self._me.name} timed out: another process has opened a round here as rank 0",
+                hint=_OWN_RANK,
+            ) from None
 
     def _check_sizes(self, keys: list[str], job: str) -> None:
         """UsageError if an entry that is there has another world size."""
@@ -248,35 +363,36 @@ class _Rounds:
                 )
             self._checked.add(key)
 
-    def _find_round(self) -> str:
-        """The latest round in which this rank has not been."""
-        id, n = self._me.id, max(1, self._store.add(ROUNDS, 0))
+    def _claim_round(self, n: int) -> int:
+        """The first round from the nth on in which no worker of this rank has been."""
         while True:
-            round = f"gradwire/round {n}"
             try:
-                self._wait([round], missing="0")
+                self._wait([_name(n)], missing="0")
             except JoinTimeout:
-                before = f"gradwire/round {n - 1}"
-                job = self._store.maybe_get(before)
-                text = None if job is None else self._store.maybe_get(f"{before}/{id}", job)
-                if text is None:
-                    raise
-                raise JoinTimeout(
-                    f"{self._me.name} timed out: {_decode_entry(text).name} has joined as rank "
-                    f"{id} before it, and rank 0 opens no other round",
-                    hint=_OWN_RANK,
-                ) from None
-            claimed = self._store.add(f"{round}/claimed/{id}", 1) == 1
-            if claimed and self._store.maybe_get(f"{round}/given up") is None:
-                return round
+                self._report_taken_rank(_name(n - 1))
+                raise
+            if self._store.add(f"{_name(n)}/claimed/{self._me.id}", 1) == 1:
+                return n
             n += 1
+
+    def _report_taken_rank(self, round: str) -> None:
+        """Raise JoinTimeout if another process has joined the last round as this rank."""
+        if self._is_secret_shared or not self._store.has([round]):
+            return
+        text = self._store.maybe_get(f"{round}/{self._me.id}", self._store.get(round))
+        if text is not None:
+            raise JoinTimeout(
+                f"{self._me.name} timed out: {_decode_entry(text).name} has joined as rank "
+                f"{self._me.id} before it, and rank 0 opens no other round",
+                hint=_OWN_RANK,
+            ) from None
 
     def _last_round(self) -> str:
         """The round that an earlier incarnation had joined, or was about to join."""
         n = self._store.add(ROUNDS, 0)
         if self._me.id == 0 and n == 0:
             return self._open_round()
-        round = f"gradwire/round {max(1, n)}"
+        round = _name(max(1, n))
         if self._me.id == 0 and not self._store.has([round]):
             self._store.set(round, uuid.uuid4().hex)
         self._wait([round], missing="0")

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
 import select
 import stat
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, final
 
@@ -39,10 +42,12 @@ _LENGTHS = struct.Struct(">QQ")
 _FROM_PIPE: ProcessValue[tuple[int, bytes]] = ProcessValue()
 """The descriptor of a pipe and what was read from it: it can be read only once."""
 _MAKE_ONE = (
-    "python -c 'import secrets; print(secrets.token_hex(32))' > FILE; chmod 600 FILE; then "
-    f"Options(secret=FILE) or {SECRET_VARIABLES.file}=FILE for every worker. gradwire.run() and "
-    "python -m gradwire.compat make one by themselves"
+    "python -m gradwire secret --out FILE; then "
+    f"Options(secret=FILE) or {SECRET_VARIABLES.file}=FILE for every worker. On one machine, "
+    "gradwire.run(), torchrun and python -m gradwire.compat need none"
 )
+_SHARED_NAME = "gradwire-secret"
+_SHARED_PATH = re.compile(r"/proc/\d{1,10}/fd/\d{1,10}")
 
 
 @final
@@ -75,12 +80,48 @@ def fresh_secret() -> Secret:
     return Secret(secrets.token_bytes(LEAST_BYTES))
 
 
+def new_secret_text() -> str:
+    """A new secret, as a file of it contains it."""
+    return secrets.token_hex(LEAST_BYTES)
+
+
 def write_secret(path: Path) -> str:
     """Write a new secret to a new file of mode 600; returns the path, for `Options.secret`."""
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _PRIVATE)
     with os.fdopen(file, "w", encoding="ascii") as opened:
-        opened.write(secrets.token_hex(LEAST_BYTES))
+        opened.write(new_secret_text())
     return str(path)
+
+
+@contextmanager
+def shared_secret() -> Iterator[str]:
+    """The path of a new secret for processes of this user and machine, until the end of the block.
+
+    It is in memory that is reached through this process, so it is gone when the process is killed.
+    """
+    file = os.memfd_create(_SHARED_NAME)
+    try:
+        os.fchmod(file, _PRIVATE)
+        os.write(file, new_secret_text().encode())
+        yield f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        os.close(file)
+
+
+def read_shared(path: str) -> Secret:
+    """The secret at such a path; FileNotFoundError if it is gone.
+
+    Whoever can write to the rendezvous store names the path. So nothing else is read: only memory
+    of this name that belongs to this user, whose content no attacker knows.
+    """
+    if _SHARED_PATH.fullmatch(path) is None:
+        raise NotTrusted(
+            f"the rendezvous store names {path!r:.200} as the place of the secret",
+            hint="an attacker may have written it; GRADWIRE_SECRET_FILE names a secret by hand",
+        )
+    if _SHARED_NAME not in os.readlink(path):
+        raise FileNotFoundError(f"{path} belongs to another program by now")
+    return _in_file(path)
 
 
 def find_secret(options: Options) -> Secret:
@@ -103,6 +144,11 @@ def find_secret(options: Options) -> Secret:
             raise UsageError("this worker was given no secret", hint=_MAKE_ONE)
 
 
+def has_secret(options: Options) -> bool:
+    """Whether the options or the environment name a secret."""
+    return options.secret is not None or bool(secret_from_environment())
+
+
 def _in_file(path: str) -> Secret:
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -117,7 +163,9 @@ def _in_file(path: str) -> Secret:
                 f"the secret in {path} belongs to user {status.st_uid}, who can change it",
                 hint=f"make it a file of your own: chown {os.geteuid()} {path}",
             )
-        if status.st_mode & 0o077:
+        # A secret that Kubernetes mounts belongs to root, and to the group of the pod's user.
+        others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
+        if status.st_mode & others:
             raise UsageError(
                 f"the secret in {path} can be read or written by other users "
                 f"(mode {stat.S_IMODE(status.st_mode):04o})",
@@ -193,9 +241,19 @@ def verified(key: bytes, name: str, text: bytes, round: str = "") -> str | None:
 class SignedStore:
     """The operations of torch's stores that joining needs, with signed values."""
 
-    def __init__(self, store: Store, secret: Secret, refusals: Refusals) -> None:
+    def __init__(
+        self, store: Store, secret: Secret | None, refusals: Refusals, offered: str | None = None
+    ) -> None:
         self.inner, self._refusals = store, refusals
-        self._key = secret.key("rendezvous")
+        self.secret = secret
+        """None until it is known which one rank 0 has made"""
+        self.offered = offered
+        """the path of the secret that this worker has made for all"""
+
+    @property
+    def _key(self) -> bytes:
+        assert self.secret is not None, "no value can be signed or verified yet"
+        return self.secret.key("rendezvous")
 
     def set(self, name: str, value: str, round: str = "") -> None:
         """Sign and write."""
