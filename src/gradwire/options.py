@@ -120,7 +120,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Three files in PEM format that `gradwire certs` makes."""
+    """Three files in PEM format that `gradwire certs` makes.
+
+    `{name}` in a path stands for the name of the worker, as all processes of a launcher have the
+    same environment.
+    """
 
     certificate: str
     """of this worker, issued for the name that it joins with"""

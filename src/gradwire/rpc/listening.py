@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.errors import UsageError
-from gradwire.options import Options, rendezvous_host, tls_from_environment
-from gradwire.transport.address import Address, Transports, parse_address
+from gradwire.options import Options, Tls, rendezvous_host, tls_from_environment
+from gradwire.transport.address import NEAR, Address, Transports, parse_address
 from gradwire.transport.base import Listener, Transport
+from gradwire.transport.near import ManyListeners, NearTransport
 from gradwire.transport.shared_memory import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport, is_wildcard
 from gradwire.transport.tls import ONE_AUTHORITY, TlsTransport
@@ -33,7 +34,7 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
     Plain TCP is limited to this machine unless `options.insecure` is set. A worker that has a
     certificate never uses it: an address from the rendezvous could be anywhere.
     """
-    tls = options.tls or tls_from_environment()
+    tls = _files_of(name, options.tls or tls_from_environment())
     stall, limits, checksum = options.timeouts.stall, options.limits, options.checksum
     shared_bytes = SHARED_AT_MOST if options.shared_memory else 0
     counted = refusals or Refusals()
@@ -49,7 +50,7 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
     unix = UnixTransport(
         stall=stall, limits=limits, shared_bytes=shared_bytes, checksum=checksum, refused=refused
     )
-    known: dict[str, Transport] = {"unix": unix}
+    known: dict[str, Transport] = {"unix": unix, "near": NearTransport(unix)}
     if tls is None:
         known["tcp"] = TcpTransport(
             stall=stall, limits=limits, checksum=checksum, this_host_only=not options.insecure
@@ -71,11 +72,20 @@ def transports_for(options: Options, name: str, refusals: Refusals | None = None
     return Transports(known, _HINTS)
 
 
+def _files_of(name: str, tls: Tls | None) -> Tls | None:
+    """The files of one worker, whose name stands in the place of `{name}`."""
+    if tls is None:
+        return None
+    certificate, key = (path.replace("{name}", name) for path in (tls.certificate, tls.key))
+    return Tls(certificate=certificate, key=key, authority=tls.authority)
+
+
 def listen(transports: Transports, options: Options) -> Listener:
     """Open the listener that `options.listen` asks for.
 
-    With `auto`, it is a unix socket if the rendezvous is on this machine. Otherwise it is the local
-    address on the route to the rendezvous host.
+    With `auto`, it is a unix socket if the rendezvous is on this machine. Otherwise there are two,
+    a unix socket for workers of this machine, and the local address on the route to the rendezvous
+    host for the others.
     """
     if options.insecure:
         _log.warning(
@@ -85,10 +95,22 @@ def listen(transports: Transports, options: Options) -> Listener:
     address = options.listen
     if address == "auto":
         host = rendezvous_host(options.init_method)
-        far = host not in _LOOPBACK
-        address = str(Address("tcp", _local_address_towards(host), 0)) if far else "unix"
-    if address == "unix":
-        return transports.listen("unix://")
+        if host not in _LOOPBACK:
+            return _listen_near_and_far(transports, host)
+        address = "unix"
+    return _listen_at(transports, "unix://" if address == "unix" else address)
+
+
+def _listen_near_and_far(transports: Transports, host: str) -> Listener:
+    far = _listen_at(transports, str(Address("tcp", _local_address_towards(host), 0)))
+    try:
+        return ManyListeners([transports.listen(NEAR), far])
+    except BaseException:
+        far.close()
+        raise
+
+
+def _listen_at(transports: Transports, address: str) -> Listener:
     if "tls" in transports.schemes and address.startswith("tcp://"):
         address = "tls" + address.removeprefix("tcp")  # this worker has a certificate
     return transports.listen(address)

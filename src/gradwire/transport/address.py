@@ -6,12 +6,15 @@ tcp://host:port   tls://[::1]:0   unix:///path   memory://name
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
-from gradwire.errors import UsageError
+from gradwire.errors import NotTrusted, PeerLost, UsageError
 from gradwire.transport.base import Channel, Listener, Transport
 
+NEAR = "near://"
+"""The scheme of unix sockets of workers that other machines can reach, too; see near.py."""
 _PLACES = {"tcp": "host:port", "tls": "host:port", "unix": "/path", "memory": "name"}
 _HINT = "addresses look like tcp://host:port, tcp://[::1]:port, unix:///path or memory://name"
 _LAST_PORT = 65535
@@ -75,8 +78,15 @@ class Transports:
         return self._of(address).listen(address)
 
     def connect(self, address: str, deadline: float, name: str | None = None) -> Channel:
-        """Connect to the address, with the transport of its scheme."""
-        return self._of(address).connect(address, deadline, name)
+        """Connect to the address, with the transport of its scheme.
+
+        Of two addresses (near.py) the first is tried, and the second if the first cannot be used.
+        """
+        near, _, far = address.rpartition(" ") if address.startswith(NEAR) else ("", "", address)
+        if near:
+            with suppress(PeerLost, NotTrusted, UsageError):
+                return self._of(near).connect(near, deadline, name)
+        return self._of(far).connect(far, deadline, name)
 
     def _of(self, address: str) -> Transport:
         scheme = parse_address(address).scheme

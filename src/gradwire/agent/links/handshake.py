@@ -28,6 +28,7 @@ from gradwire.ids import WorkerId
 from gradwire.options import Options
 from gradwire.threads import IRREPLACEABLE, Spawn
 from gradwire.transport.base import Channel, Listener
+from gradwire.transport.near import ManyListeners
 
 _PURPOSE = "handshake"
 _FAIR_SECONDS = 1.0  # the least that each handshake gets, however many connections wait behind it
@@ -95,7 +96,11 @@ class Acceptor:
         """Begin to accept. `handshake(channel, deadline)` uses a channel, or raises why not."""
         self._spawn, self._complete = spawn, handshake
         # A finalizer on these threads may call through a connection that waits for them.
-        self._spawn("accept", self._accept, IRREPLACEABLE)
+        parts = (
+            listener.parts if isinstance(listener := self._listener, ManyListeners) else (listener,)
+        )
+        for part in parts:
+            self._spawn("accept", partial(self._accept, part), IRREPLACEABLE)
 
     def close(self, reason: str) -> None:
         """Accept no more, and close the channels whose handshake is unfinished; idempotent."""
@@ -114,10 +119,10 @@ class Acceptor:
                 raise PeerLost("it was closed meanwhile to make room for others")
             self._changed.notify_all()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: Listener) -> None:
         while True:
             try:
-                channel = self._listener.accept()
+                channel = listener.accept()
             except PeerLost:
                 return
             if not self._admit(channel):
