@@ -149,7 +149,9 @@ def _check_private(path: str) -> None:
         found = os.stat(path)
     except OSError as error:
         raise _unusable("key", path, error) from error
-    if found.st_mode & _FOR_OTHERS:
+    # A key that Kubernetes mounts belongs to root, and to the group of the pod's user.
+    may_group_read = found.st_uid == 0 and os.geteuid() != 0
+    if found.st_mode & (_FOR_OTHERS & ~0o040 if may_group_read else _FOR_OTHERS):
         raise UsageError(f"the key {path} can be read by others", hint=f"chmod 600 {path}")
     if found.st_uid not in (0, os.geteuid()):
         raise UsageError(f"the key {path} belongs to another user", hint="create your own key")

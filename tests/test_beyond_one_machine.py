@@ -1,0 +1,105 @@
+"""The guide to launchers is followed to the letter, with two addresses of this machine as two."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradwire.places import Place, place_in
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "guide" / "beyond-one-machine.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
+SHIMS = {"python": "", "gradwire": " -m gradwire", "torchrun": " -m torch.distributed.run"}
+
+pytestmark = pytest.mark.usefixtures("no_secret")
+
+
+def of(language):
+    return [text for found, text in BLOCKS if found == language]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Where the reader works: the program of the guide, and the commands it uses."""
+    (program,) = of("python")
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "bin").mkdir()
+    for name, arguments in SHIMS.items():
+        shim = tmp_path / "bin" / name
+        shim.write_text(f'#!/bin/sh\nexec "{sys.executable}"{arguments} "$@"\n')
+        shim.chmod(0o755)
+    return tmp_path
+
+
+def on_two_machines(command):
+    """The command on each of them, at the same time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = command.strip().replace("first.example.org:29400", f"127.0.0.2:{port}")
+    first, second = (
+        command.replace("--nnodes", f"--local-addr 127.0.0.{n} --nnodes") for n in (2, 3)
+    )
+    return f"{first} & {second}; first=$?; wait $!; exit $((first + $?))\n"
+
+
+def expected():
+    """The loss in one process."""
+    return torch.tanh(torch.linspace(-1, 1, 5)).square().sum().item()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_guide_works_from_its_first_command_to_its_last(directory):
+    *commands, last = of("sh")
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    environment = os.environ | {
+        "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in places if place),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    done = subprocess.run(
+        ["bash", "-c", "set -e\n" + "".join(commands) + "set +e\n" + on_two_machines(last)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert len(lines) == 3  # by gradwire, by torchrun, and on two machines
+    assert set(lines) == {f"loss {expected():.6f}, gradient 0.000000"}
+
+
+def test_the_variables_of_kubernetes_give_a_place():
+    (job,) = of("yaml")
+    pairs = re.findall(r'\{name: ([A-Z_]+), value: (?:"([^"]*)"|([^"}]*))\}', job)
+    environment = {name: quoted or plain for name, quoted, plain in pairs}
+
+    place = place_in(environment | {"JOB_COMPLETION_INDEX": "1"})
+
+    assert place == Place("job", 1, 2, "tcp://train-0.train:29500", is_one_machine=False)
+    assert environment["GRADWIRE_TLS_KEY"] == "/run/secrets/job/{name}.key"
+
+
+def test_the_batch_script_has_six_lines():
+    (script,) = of("")
+    assert len(script.splitlines()) == 7 - 1
+    assert script.startswith("#!/bin/bash\n#SBATCH ")
+
+
+def test_every_launcher_of_the_table_is_in_the_guide():
+    for sign in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "LWS_GROUP_SIZE", "JOB_COMPLETION_INDEX"):
+        assert f"| `{sign}`" in TEXT
