@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple, final
@@ -53,7 +53,7 @@ def _name(n: int) -> str:
 
 
 def _go(round: str) -> str:
-    """Set by rank 0 when all entries are there."""
+    """All entries, written by rank 0 when they are there."""
     return f"{round}/go/0"
 
 
@@ -77,6 +77,7 @@ class RendezvousEntry(msgspec.Struct, frozen=True):
 
 
 _decode_entry = msgspec.json.Decoder(RendezvousEntry).decode
+_decode_entries = msgspec.json.Decoder(list[RendezvousEntry]).decode
 
 
 class Meeting(NamedTuple):
@@ -262,7 +263,7 @@ class _Rounds:
         # other. An earlier incarnation may have died at any step of its own rendezvous.
         keys = self._write_entry(round, job, world_size=0)
         self._wait(keys)
-        return self._read_entries(round, keys, job)
+        return self._met(round, self._read_entries(keys, job), job)
 
     def _lead(self, round: str) -> Meeting:
         """As rank 0, which may host the store, and must not go while the others read."""
@@ -274,8 +275,10 @@ class _Rounds:
             self._give_up(round)
             raise
         self._check_sizes(keys, job)
-        self._store.set(_go(round), "", job)
-        meeting = self._read_entries(round, keys, job)
+        entries = self._read_entries(keys, job)
+        # In one value, so that n workers do not read n entries each.
+        self._store.set(_go(round), msgspec.json.encode(entries).decode(), job)
+        meeting = self._met(round, entries, job)
         self._wait([f"{round}/read/{other}" for other in range(self._world_size)])
         return meeting
 
@@ -296,10 +299,8 @@ class _Rounds:
         keys = self._write_entry(round, job, self._world_size)
         self._wait(keys[:1], look=look)  # rank 0 writes its entry first, with the world size
         self._check_sizes(keys[:1], job)
-        self._wait(keys, look=look)
-        self._check_sizes(keys, job)
-        self._wait([_go(round)], look=look)
-        return self._read_entries(round, keys, job)
+        self._wait([_go(round)], look=look, then=keys)
+        return self._met(round, _decode_entries(self._store.get(_go(round), job)), job)
 
     def _shared_secret(self, round: str) -> Secret:
         """The secret that rank 0 has made on this machine for this round."""
@@ -320,9 +321,13 @@ class _Rounds:
         self._store.set(f"{round}/{me.id}", msgspec.json.encode(entry).decode(), job)
         return [f"{round}/{other}" for other in range(self._world_size)]
 
-    def _read_entries(self, round: str, keys: list[str], job: str) -> Meeting:
-        found = enumerate(_decode_entry(self._store.get(key, job)) for key in keys)
-        members = [Member(id, e.name, e.address, e.incarnation, e.note) for id, e in found]
+    def _read_entries(self, keys: list[str], job: str) -> list[RendezvousEntry]:
+        return [_decode_entry(self._store.get(key, job)) for key in keys]
+
+    def _met(self, round: str, entries: list[RendezvousEntry], job: str) -> Meeting:
+        members = [
+            Member(id, e.name, e.address, e.incarnation, e.note) for id, e in enumerate(entries)
+        ]
         directory = Directory(self._me.id, members)
         self._store.set(f"{round}/read/{self._me.id}", "", job)
         return Meeting(directory, job)
@@ -399,18 +404,23 @@ class _Rounds:
         return round
 
     def _wait(
-        self, keys: list[str], missing: str | None = None, look: Callable[[], None] = lambda: None
+        self,
+        keys: list[str],
+        missing: str | None = None,
+        look: Callable[[], None] = lambda: None,
+        then: Sequence[str] = (),
     ) -> None:
         """Wait until all keys are set. `look` is called at each poll, and may end it by raising.
 
-        On timeout the error lists the missing ranks, taken from the end of each unset key.
+        On timeout the error lists the missing ranks, taken from the end of each unset key; of
+        `then`, if these are the keys that another rank waits for.
         """
         pause = _LOOK_AGAIN_SECONDS
         while not self._store.has(keys):
             look()
             left = self._deadline - self._clock.now()
             if left <= 0:
-                unset = [key for key in keys if not self._store.has([key])]
+                unset = [key for key in then or keys if not self._store.has([key])] or keys
                 ranks = missing or ", ".join(key.rsplit("/", 1)[1] for key in unset)
                 raise JoinTimeout(
                     f"{self._me.name} timed out waiting for rank {ranks} to join",
