@@ -149,11 +149,12 @@ def test_an_exposed_type_that_cannot_be_made_again_arrives_as_a_remote_error(err
 def test_an_error_that_is_too_large_is_clipped_not_lost():
     failure = describe(ValueError("x" * 10_000), "w1", exception_name)
 
-    short = clipped(failure, 100)
+    short = clipped(failure, 800)
 
     assert short.text == "x" * 100
     assert short.traceback == failure.traceback[-100:]
     assert isinstance(revive(short, REGISTRY.exception_type), ValueError)
+    assert clipped(short, 800) is short
 
 
 def test_whom_an_error_is_about_is_kept_on_its_way_through_others():

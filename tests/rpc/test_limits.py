@@ -392,8 +392,8 @@ def wait_for(gate):
 
 def test_a_flood_of_requests_ends_the_connection(gate):
     with cluster(2, expose=[HERE], options=FLOODED) as workers:
-        calls = workers[0].worker.calls
-        calls._window = PeerLimit("in_flight", 1 << 40)  # a peer that does not wait
+        agent = workers[0].worker.agent
+        agent.window = PeerLimit("in_flight", 1 << 40)  # a peer that does not wait
         waiting = [workers[0].run(gradwire.rpc_async, "w1", wait_for, (gate,)) for _ in range(40)]
         with pytest.raises(PeerLost, match="w1 was lost before answering"):
             waiting[-1].wait()

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast, final
+from typing import TypeVar, final
 
 import msgspec
 
@@ -26,27 +26,30 @@ from gradwire.agent.messages import Cancel, Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
+from gradwire.agent.requests.cancels import SECONDS, send_cancels
 from gradwire.agent.requests.promise import Pending, Promise, RequestTable, unsent
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Lane, Payload, Source, payload_of
+from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job, mine
-from gradwire.errors import DeadlinePassed, GradwireError, NotSerializable, PeerLost, UsageError
+from gradwire.errors import DeadlinePassed, GradwireError, PeerLost, UsageError
 from gradwire.events import Events
 from gradwire.ids import CallId, WorkerId
-from gradwire.options import Limits, Options
+from gradwire.options import Options
 from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_gil, check_may_wait
 from gradwire.transport.base import Channel
-from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, encode, kind_of
+from gradwire.wire.message import IS_ANSWER, Buffer, Frame, Kinds, Message, kind_of, make_frame
 
 _log = logging.getLogger("gradwire")
-_SEND_SECONDS = 10.0  # to send a Failure or a Cancel; the peer that waits has a deadline of its own
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct):
     """The message that answers a request."""
 
     message: Message
     payload: Payload
+    is_taken: bool = False
+    """whether a thread has begun to decode it, and releases what it does not use"""
 
 
 Outcome = Answer | Exception
@@ -76,10 +79,9 @@ class Agent:
         check_gil()
         self.noting, self._refusals = RefusalLog(directory, refusals), refusals
         self.directory, self.clock, self.events = directory, clock, events
-        self.limits = options.limits
+        self.limits, me = options.limits, directory.me.name
         self.kinds = Kinds([Failure, Done], self.limits.elements)
-        me, unserved = directory.me.name, self.limits.unserved
-        self.dispatch = Dispatch(self.kinds, me, options.threads, unserved, self.failed)
+        self.dispatch = Dispatch(self.kinds, me, options.threads, self.limits.unserved, self.failed)
         self.handle = self.dispatch.handle
         self.timer = Timer(f"gradwire {me} timer", clock)
         self._connections, self.unreached = connections, connections.unreached
@@ -87,16 +89,18 @@ class Agent:
         self.describe = partial(describe, worker=me, name_of=name_of)
         self.revive = partial(revive, type_of=type_of)
         self._closing, self._calls = threading.Lock(), RequestTable()
+        self.window = PeerLimit("in_flight", self.limits.in_flight, one_may_exceed=True)
+        """the bytes of calls without an answer: what leaves the table of requests is uncounted"""
         locks = (self.timer.lock, self.dispatch.user.lock, self.dispatch.service.lock)
-        self.locks = WorkerLocks(me, directory.lock, *locks)
+        self.locks = WorkerLocks(me, directory.lock, self.window.lock, *locks)
         self._lost_listeners: list[OnLost] = []
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
         self._answer_listeners: dict[int, tuple[Concerns, OnAnswer, OnAnswer]] = {}  # by kind
         self._closed: str | None = None
         self.interceptor = interceptor
         self.timer.watch(self._expire)
-        beside = (directory, connections, self.dispatch, self.timer, events)
-        self._heartbeat = Heartbeat(*beside, options.timeouts)
+        beside = (directory, connections, self.dispatch, self.timer, events, options.timeouts)
+        self._heartbeat = Heartbeat(*beside)
         self.silence_of = self._heartbeat.silence_of
         self.handle(Cancel, self._serve_cancel, Lane.CONTROL)
         call_after_fork(self)
@@ -157,34 +161,50 @@ class Agent:
         `notify_cancel`, the peer is notified if nobody waits for the answer any more.
         """
         promise: Promise[Outcome] = Promise()
-        via = known[0] if (known := self._channels_to(to)) else None
-        now = self.clock.now()
-        check_may_wait(description)
-        entry = Pending(to, description, now, deadline, promise, phase, inbound, notify_cancel, via)
-        n = promise.request = self._calls.opened(entry)
-        # Checked after it was added: close() sets `_closed` first and then empties the table, so
-        # either it finds this request, or this finds `_closed`.
-        if self._closed is not None:
-            self._calls.answered(n)
-            raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
-        if deadline < self.timer.armed:
-            self.timer.need(deadline)
+        now, about = self.clock.now(), (deadline, promise, phase, inbound, notify_cancel)
+        pending = Pending(to, description, now, *about)
         try:
-            if inbound is not None and inbound.cancelled:
-                me = self.directory.me.id
-                raise entry.cancelled(self.directory.name(to), me, inbound.cancelled)
-            frame = _make_frame(message, payload, self.limits, n)
+            self.issue(pending, message, payload)
+            return CallId(self.directory.me.id, pending.n), promise
+        except BaseException:
+            if pending.has_left:
+                self.cancel(promise, "the thread that made it was interrupted")
+            raise
+
+    def issue(self, pending: Pending, message: Message, payload: Sequence[Buffer] = ()) -> None:
+        """As `request`, of which `pending` has the arguments. hot: each call
+
+        If this raises and it `has_left`, a signal handler has raised: the caller cancels it.
+        """
+        to, deadline, frame = pending.peer, pending.deadline, None
+        via = pending.via = known[0] if (known := self._channels_to(to)) else None
+        check_may_wait(pending.description)
+        try:
+            n = pending.promise.request = self._calls.opened(pending)
+            # Checked after it was added: close() sets `_closed` first and then empties the table,
+            # so either it finds this request, or this finds `_closed`.
+            if self._closed is not None:
+                raise UsageError(f"{self.directory.me.name} has shut down: {self._closed}")
+            if deadline < self.timer.armed:
+                self.timer.need(deadline)
+            if pending.inbound is not None and (why := pending.inbound.cancelled):
+                raise pending.cancelled(self.directory.name(to), self.directory.me.id, why)
+            frame = make_frame(message, payload, self.limits, n)
             if via is None:
-                via = entry.via = self._connections.to(to, deadline)
+                via = pending.via = self._connections.to(to, deadline)
             if (catch := self.interceptor) is None:
                 via.send(frame, deadline)
             else:
                 catch.send(to, via, frame, deadline)
+            pending.has_left = True
         except BaseException as error:
-            self._calls.answered(n)
+            if frame is not None and frame.has_left and not isinstance(error, GradwireError):
+                pending.has_left = True
+                raise
+            self._calls.answered(pending.n)
+            self.window.uncount(pending)
             self._connections.await_end(to, via, error, deadline)
-            raise self._named(error, to, description, phase) from error.__cause__
-        return CallId(self.directory.me.id, n), promise
+            raise self._named(error, to, pending.description, pending.phase) from error.__cause__
 
     def reach(self, to: WorkerId, deadline: float) -> None:
         """Connect to a worker, unless it is connected."""
@@ -207,7 +227,7 @@ class Agent:
         phase: str = "call",
     ) -> None:
         """Send a message that has no answer."""
-        frame = _make_frame(message, payload, self.limits)
+        frame = make_frame(message, payload, self.limits)
         channel = None
         try:
             channel = self._connections.to(to, deadline)
@@ -237,26 +257,14 @@ class Agent:
     def _cancel(self, requests: list[Pending], why: str) -> bool:
         for pending in requests:
             name = self.directory.name(pending.peer)
-            pending.promise.settle(pending.cancelled(name, self.directory.me.id, why))
-        self._send_cancels(requests)
+            self._settle(pending, pending.cancelled(name, self.directory.me.id, why))
+        send_cancels(requests, self.dispatch.service, self.clock, self.limits, self.events)
         return bool(requests)
 
-    def _send_cancels(self, requests: list[Pending]) -> None:
-        """Send a Cancel to the workers that serve these requests, which have ended here."""
-        ended: dict[Channel, list[int]] = {}
-        for pending in requests:
-            if pending.notify_cancel and pending.via is not None:
-                ended.setdefault(cast(Channel, pending.via), []).append(pending.n)
-
-        def send(channel: Channel, numbers: list[int]) -> None:
-            try:
-                frame = _make_frame(Cancel(numbers), (), self.limits)
-                channel.send(frame, self.clock.now() + _SEND_SECONDS)
-            except GradwireError:
-                self.events.emit("uncancelled", str(numbers))
-
-        for channel, numbers in ended.items():
-            self.dispatch.service.submit(partial(send, channel, numbers))
+    def _settle(self, pending: Pending, outcome: Outcome) -> None:
+        """End a request that was taken out of the table. Doing it twice does no harm."""
+        self.window.uncount(pending)
+        pending.promise.settle(outcome)
 
     def _serve_cancel(self, message: Cancel, _: Payload, source: Source) -> None:
         name, requests = self.directory.name(source.worker), set(message.requests)
@@ -277,7 +285,7 @@ class Agent:
         """Answer a request on the channel it came by; False if cancelled or the peer is lost."""
         if not source.request or source.cancelled:
             return False
-        frame = _make_frame(message, payload, self.limits, source.request, IS_ANSWER)
+        frame = make_frame(message, payload, self.limits, source.request, IS_ANSWER)
         try:
             if (catch := self.interceptor) is None:
                 source.channel.send(frame, deadline)
@@ -309,7 +317,7 @@ class Agent:
         error = PeerLost(f"{self.directory.me.name} shut down before an answer came: {reason}")
         error.about("", phase="shutdown")
         for pending in self._calls.closed():
-            pending.promise.settle(error)
+            self._settle(pending, error)
         self._connections.close(reason)
         stuck = self.dispatch.close(timeout)
         self.timer.close()
@@ -376,13 +384,15 @@ class Agent:
         pending = self._calls.maybe(frame.request)
         try:
             if (taken := self._calls.answered(frame.request, worker)) is not None:
+                if taken.size:
+                    self.window.uncount(taken)
                 taken.promise.settle(outcome)
                 return
         except BaseException:
             # A signal handler has raised here, perhaps in a thread that does not wait for this
             # answer. If the request is in no table, nobody else settles it.
             if pending is not None and pending.n not in self._calls:
-                pending.promise.settle(outcome)
+                self._settle(pending, outcome)
             raise
         self.noting.came_late(worker)
         if heard is not None and self._calls.is_late(frame.request):
@@ -405,11 +415,9 @@ class Agent:
             if not is_refusal:
                 _log.error("%s: a message from %s failed here", me, name, exc_info=error)
             return
-        failure = noted(self.describe(error), source.note)
-        if len(encode(failure)) > self.limits.head:
-            failure = clipped(failure, self.limits.head // 8)
+        failure = clipped(noted(self.describe(error), source.note), self.limits.head)
         try:
-            self.answer(source, failure, deadline=self.clock.now() + _SEND_SECONDS)
+            self.answer(source, failure, deadline=self.clock.now() + SECONDS)
         except GradwireError:
             _log.exception("%s could not tell %s of an error", me, name)
 
@@ -417,8 +425,8 @@ class Agent:
         late, following = self._calls.expire(now)
         for pending in late:
             name, silence = self.directory.name(pending.peer), self.silence_of(pending.peer)
-            pending.promise.settle(pending.late(name, self.directory.me.id, silence))
-        self._send_cancels(late)
+            self._settle(pending, pending.late(name, self.directory.me.id, silence))
+        send_cancels(late, self.dispatch.service, self.clock, self.limits, self.events)
         return following
 
     def _ended(self, worker: WorkerId, channel: Channel, reason: GradwireError, last: bool) -> None:
@@ -426,7 +434,7 @@ class Agent:
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.noting.note(worker, reason)
         for pending in lost:
-            pending.promise.settle(pending.lost(name, self.directory.me.id, reason, link, now))
+            self._settle(pending, pending.lost(name, self.directory.me.id, reason, link, now))
         self._stop(self.dispatch.inbound_on(channel), f"the caller {name} was lost")
         if last:
             self._lost(worker, reason, link)
@@ -440,19 +448,3 @@ class Agent:
         for listener in self._lost_listeners:
             lost = PeerLost(f"{name} was lost: {reason}{where}")
             listener(worker, lost.about(name, link=link))
-
-
-def _make_frame(
-    message: Message, payload: Sequence[Buffer], limits: Limits, request: int = 0, flags: int = 0
-) -> Frame:
-    """The frame of a message; NotSerializable over the limits, where a peer would hang up."""
-    head = encode(message)
-    if len(head) > limits.head or (payload and sum(map(len, payload)) > limits.payload):
-        body = sum(map(len, payload))
-        raise NotSerializable(
-            f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
-            f"over the limits of {limits.head} and {limits.payload}",
-            hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",
-        )
-    # The tag is the kind, as `kind_of` says.
-    return Frame(type(message).__struct_config__.tag, flags, request, head, payload)  # type: ignore[arg-type]

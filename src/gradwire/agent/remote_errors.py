@@ -21,6 +21,7 @@ import msgspec
 from gradwire.agent import exception_contents as data
 from gradwire.agent.messages import Failure
 from gradwire.errors import BadMessage, GradwireError, NotSerializable, RemoteError
+from gradwire.wire.message import encode
 
 T = TypeVar("T", bound=BaseException)
 
@@ -83,8 +84,10 @@ def note_of(error: RemoteError) -> bytes:
 
 
 def clipped(failure: Failure, most: int) -> Failure:
-    """The same, with the end of its traceback and the beginning of its text, to fit a limit."""
-    text, trace = failure.text[:most], failure.traceback[-most:]
+    """The same; if it is larger than that, the end of its traceback and the start of its text."""
+    if len(encode(failure)) <= most:
+        return failure
+    text, trace = failure.text[: most // 8], failure.traceback[-(most // 8) :]
     return msgspec.structs.replace(
         failure, text=text, traceback=trace, hint=None, contents=b"", note=b""
     )

@@ -121,13 +121,17 @@ class Engine:
         groups = [differentiable] if is_one else [[n] for n in differentiable]
         made = self._agent.clock.now(), user_line(_FRAMES_OF_A_CALL) if is_call else None
         edges, homes_of, left = self.edges, self.devices.homes_of, []
-        for places in groups:
-            crossed = leave(edges, self._ref, tag, peer, places, tensors, *made, homes_of)
-            left.append(crossed)
-            if context is not None:
-                context.sent[crossed.edge.n] = None
-        if context is not None and len(context.sent) > context.prune_at:
-            context.prune(edges)
+        try:
+            for places in groups:
+                crossed = leave(edges, self._ref, tag, peer, places, tensors, *made, homes_of)
+                left.append(crossed)
+                if context is not None:
+                    context.sent[crossed.edge.n] = None
+            if context is not None and len(context.sent) > context.prune_at:
+                context.prune(edges)
+        except BaseException:
+            self.withdraw(left)
+            raise
         return left
 
     def attach_recv(

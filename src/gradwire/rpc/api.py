@@ -204,7 +204,11 @@ def remote(
     """
     worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
     created = worker.calls.remote(number, target, deadline)
-    return cast(RRef[T], worker.refs.make(created.handle))
+    try:
+        return cast(RRef[T], worker.refs.make(created.handle))
+    except BaseException:  # a signal handler has raised
+        worker.refs.unmade(created.handle)
+        raise
 
 
 def call_as(

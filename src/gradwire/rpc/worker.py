@@ -28,6 +28,7 @@ from gradwire.agent.membership.shutdown import GracefulShutdown, ShutdownResult
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret
+from gradwire.agent.requests.promise import Deadline, deadline_from
 from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.agent.serving.dispatch import Interceptor
 from gradwire.autograd.engine import Engine
@@ -37,7 +38,7 @@ from gradwire.events import Events
 from gradwire.ids import WorkerId
 from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
-from gradwire.rpc.calls.client import Calls, Deadline, deadline_from
+from gradwire.rpc.calls.client import Calls
 from gradwire.rpc.calls.server import CallScope, CallServer
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.codec.codec import Codec

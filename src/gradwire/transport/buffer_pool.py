@@ -83,7 +83,10 @@ class BlockPool:
         return array.data
 
     def _came_back(self, lease: weakref.ref[Memory]) -> None:
-        _, shelf, memory = self._lent.pop(id(lease))
+        lent = self._lent.pop(id(lease), None)
+        if lent is None:  # a signal handler has raised in `take`
+            return
+        _, shelf, memory = lent
         if shelf.size > self._limit:
             return
         shelf.blocks.append(memory)

@@ -57,8 +57,11 @@ class _Pipe:
         self._ended = False
         self.frames_received = 0
 
-    def put(self, item: _Item, deadline: float) -> bool:
-        """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
+    def put(self, item: _Item, deadline: float, frame: Frame | None = None) -> bool:
+        """False if the pipe has ended; TimeoutError if there is no room by the deadline.
+
+        `frame` is marked as soon as the item is in.
+        """
         # The size of this item does not count: a large frame is not starved by small ones, and one
         # larger than the capacity passes.
         while self._put_bytes - self._got_bytes >= self._capacity and not self._ended:
@@ -69,12 +72,15 @@ class _Pipe:
         if self._ended:
             _signal(self._room)  # for the next thread that waits; else the next `get` wakes it
             return False
-        self._put_bytes += item.size
-        self._append(item)
+        self._append(item, item.size, frame)
         return True
 
-    def _append(self, item: _Item | None) -> None:
-        self._items.put(item)
+    def _append(self, item: _Item | None, size: int = 0, frame: Frame | None = None) -> None:
+        append = self._items.put
+        self._put_bytes += size  # from here on in one step
+        if frame is not None:
+            frame.has_left = True
+        append(item)
         _signal(self._nonempty)
 
     def get(self, until: float, done: Callable[[], bool]) -> _Item | None:
@@ -173,12 +179,12 @@ class MemoryChannel:
                 begin = end
             payload = (block,)
         size = len(prefix) + len(frame.head) + length
-        self._put(_Item(prefix, replace(frame, payload=payload), size), deadline)
+        self._put(_Item(prefix, replace(frame, payload=payload), size), deadline, frame)
 
-    def _put(self, item: _Item, deadline: float) -> None:
+    def _put(self, item: _Item, deadline: float, frame: Frame | None = None) -> None:
         self._check_open()
         try:
-            was_put = self._outgoing.put(item, deadline)
+            was_put = self._outgoing.put(item, deadline, frame)
         except TimeoutError:
             raise base.send_timed_out(self.remote) from None
         if not was_put:

@@ -34,6 +34,7 @@ from typing import Annotated, final
 from zlib import crc32
 
 import msgspec
+from msgspec.structs import astuple
 
 from gradwire.errors import BadMessage, NotSerializable, OverLimit
 from gradwire.options import Limits
@@ -54,7 +55,7 @@ Buffer = bytes | bytearray | memoryview
 _SUMS = "something between the workers corrupts bytes, or the sender is not a gradwire worker"
 
 
-class Frame(msgspec.Struct, frozen=True, gc=False):
+class Frame(msgspec.Struct, gc=False, eq=False):
     """A message as a channel carries it.
 
     The buffers in the payload of an outgoing frame must not change until `Channel.send` returns.
@@ -66,6 +67,13 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     request: int
     head: bytes
     payload: Sequence[Buffer]
+    has_left: bool = False
+    """set by `Channel.send` in one step with sending it: then it arrives, or the channel ends"""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Frame) and astuple(self)[:5] == astuple(other)[:5]
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Prefix(msgspec.Struct, frozen=True, gc=False):
@@ -168,6 +176,22 @@ def kind_of(message_type: type[Message]) -> int:
 
 encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
 """Encode a message as the head of a frame."""
+
+
+def make_frame(
+    message: Message, payload: Sequence[Buffer], limits: Limits, request: int = 0, flags: int = 0
+) -> Frame:
+    """The frame of a message; NotSerializable over the limits, where a peer would hang up."""
+    head = encode(message)
+    if len(head) > limits.head or (payload and sum(map(len, payload)) > limits.payload):
+        body = sum(map(len, payload))
+        raise NotSerializable(
+            f"a {type(message).__name__} of {len(head)} bytes and {body} bytes of tensors is "
+            f"over the limits of {limits.head} and {limits.payload}",
+            hint="send it in parts, or raise Options(limits=Limits(…)) on both workers",
+        )
+    # The tag is the kind, as `kind_of` says.
+    return Frame(type(message).__struct_config__.tag, flags, request, head, payload)  # type: ignore[arg-type]
 
 
 @final

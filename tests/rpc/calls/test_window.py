@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.agent.requests.promise import Pending, Promise
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.errors import CallTimeout
@@ -84,10 +85,15 @@ def test_calls_of_functions_that_were_called_do_not_wait(workers):
     assert workers[0].run(gw.rpc_sync, "w1", there_and_back, (20, KIB)) == 20
 
 
-def test_the_count_ends_at_nothing():
+def test_each_message_is_uncounted_once():
     clock, window = MonotonicClock(), PeerLimit("in_flight", 10, one_may_exceed=True)
-    window.take_when_free(1, 8, float("inf"), clock, "f")
-    window.take_anyway(1, 8)
-    window.give_back(1, 8)
-    window.give_back(1, 8)
-    window.take_when_free(1, 10, float("inf"), clock, "f")
+    first, second, third = (Pending(1, "f", 0.0, float("inf"), Promise()) for _ in range(3))
+    window.count_when_free(first, 8, clock)
+    window.count_anyway(second, 8)
+    assert window.taken(1) == 16
+    window.uncount(first)
+    window.uncount(first)
+    assert window.taken(1) == 8
+    window.uncount(second)
+    window.count_when_free(third, 10, clock)
+    assert (first.size, second.size, third.size) == (0, 0, 10)

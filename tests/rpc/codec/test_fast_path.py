@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from gradwire.rpc.messages import Body
 
 CODEC = Codec(Registry(), Limits())
 NO_REFS = SimpleNamespace(
-    packing=lambda to, deadline: nullcontext([]), unpacking=lambda came, source: nullcontext()
+    local=threading.local(), unpacking=lambda came, source: nullcontext(), pack_undone=list
 )
 ONE, TWO = torch.ones(1), torch.nn.Parameter(torch.ones(2))
 

@@ -11,6 +11,7 @@ and settle, wait or send on the same thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,9 +20,20 @@ from typing import Any, Generic, TypeVar, final
 
 import msgspec
 
-from gradwire.agent.requests.timer import explain_shortening
-from gradwire.errors import BadMessage, CallTimeout, Cancelled, DeadlinePassed, NotTrusted, PeerLost
+from gradwire.agent.requests.timer import Clock, explain_shortening, nested
+from gradwire.current import get_current
+from gradwire.errors import (
+    ArgumentTypeError,
+    BadMessage,
+    CallTimeout,
+    Cancelled,
+    DeadlinePassed,
+    NotTrusted,
+    PeerLost,
+    UsageError,
+)
 from gradwire.ids import CallId, WorkerId
+from gradwire.options import DEFAULT, FOREVER, Timeout
 
 T = TypeVar("T")
 
@@ -120,10 +132,12 @@ class Pending(msgspec.Struct, eq=False):
     deadline: float
     promise: Promise[Any]
     phase: str = "call"
-    inbound: object = None  # the request of a peer that it is made for, which is being served here
+    inbound: Any = None  # the request of a peer that it is made for, which is being served here
     notify_cancel: bool = False  # send the peer a Cancel if nobody waits for the answer any more
     via: object = None  # the channel it is sent on, once known: if that ends, the request fails
     n: int = 0  # its number, set by `RequestTable.opened`
+    size: int = 0  # its bytes in the window of calls in flight; see `PeerLimit.maybe_count`
+    has_left: bool = False  # whether the peer gets it, unless the connection ends
 
     def late(self, name: str, me: WorkerId, silence: float) -> CallTimeout:
         """The deadline has passed; `silence` is for how long the worker has sent nothing at all."""
@@ -253,3 +267,47 @@ def unsent(name: str, what: str, phase: str, error: BaseException) -> BaseExcept
         return error
     phase = error.phase or phase
     return kind(f"{text} [{phase}]", hint=error.hint).about(name, link=error.link, phase=phase)
+
+
+# -- the deadline of a wait
+
+Deadline = Callable[[Timeout], float]
+"""`deadline_from` with the clock and the default of one worker"""
+
+
+def _seconds(timeout: object) -> float:
+    """As a float: numpy's numbers are not sent. hot: each call with a timeout"""
+    if type(timeout) is float:
+        return timeout
+    try:
+        return float(timeout)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"timeout={timeout!r:.80} is not a number of seconds",
+            hint="timeout=None waits as long as the other worker lives",
+        ) from error
+
+
+def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
+    """The deadline of a wait that begins now; never later than that of the call being served.
+
+    Raises CallTimeout if that one has passed, Cancelled if the call was cancelled. hot: each call
+    """
+    if timeout is DEFAULT:
+        seconds = default
+    else:
+        seconds = FOREVER if timeout is None else min(_seconds(timeout), FOREVER)
+        if not seconds > 0:
+            raise UsageError(
+                f"timeout={timeout!r} is not a positive number of seconds",
+                hint="timeout=None waits as long as the other worker lives",
+            )
+    now = clock.now()
+    _, due, inbound, _, _ = get_current()
+    if inbound is not None and inbound.cancelled:
+        raise Cancelled(f"the enclosing call was cancelled: {inbound.cancelled}")
+    if due == math.inf:
+        return now + seconds
+    if due <= now:
+        raise CallTimeout("the deadline of the enclosing call has passed")
+    return nested(due, now, seconds)

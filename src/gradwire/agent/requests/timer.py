@@ -142,12 +142,18 @@ class Timer:
         with self.lock:
             if self._closed:
                 return
-            self.armed = min(self.armed, deadline)
             if self._thread is None:
                 # Every wait of the worker depends on this thread to end in time.
-                self._thread = threads.thread(self._name, self._loop, threads.IRREPLACEABLE)
-                self._thread.start()
+                thread = threads.thread(self._name, self._loop, threads.IRREPLACEABLE)
+                self._thread = thread
+                try:
+                    thread.start()
+                except BaseException:
+                    if thread.ident is None:  # a signal handler has raised before it ran
+                        self._thread = None
+                    raise
             self._wake.notify()
+            self.armed = min(self.armed, deadline)  # last: a signal handler may have raised
 
     def close(self) -> None:
         """Stop watching and join the thread; idempotent."""

@@ -11,13 +11,32 @@
 from __future__ import annotations
 
 import threading
-from typing import Final, final
+from typing import Final, Protocol, final
 
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import CallTimeout, OverLimit
 from gradwire.ids import WorkerId
 
 EACH: Final = 1024  # about how many bytes a message takes besides its own
+
+
+class Weighed(Protocol):
+    """A message to a peer that counts with its bytes until it is answered."""
+
+    size: int
+    """what it counts for now; changed only by the limit"""
+
+    @property
+    def peer(self) -> WorkerId:
+        """Its receiver."""
+
+    @property
+    def deadline(self) -> float:
+        """Until when it may wait."""
+
+    @property
+    def description(self) -> str:
+        """Its name in an error."""
 
 
 @final
@@ -47,23 +66,54 @@ class PeerLimit:
                 return True
         return False
 
+    def maybe_count(self, message: Weighed, size: int) -> bool:
+        """Count a message with its bytes; False, if that is over the limit. hot: every call
+
+        Its `size` changes in one step with the count: whoever interrupts the thread, `uncount`
+        gives back what was taken, once.
+        """
+        counts, peer = self._taken, message.peer
+        with self.lock:  # no calls in here, see docs/threads.md
+            total = counts[peer] + size if peer in counts else size
+            if total <= self._most or (self._one_may_exceed and total == size):
+                counts[peer] = total
+                message.size = size
+                return True
+        return False
+
+    def count_anyway(self, message: Weighed, size: int) -> None:
+        """Count a message, over the limit if need be."""
+        counts, peer = self._taken, message.peer
+        with self.lock:  # no calls in here, see docs/threads.md
+            counts[peer] = counts[peer] + size if peer in counts else size
+            message.size = size
+
+    def uncount(self, message: Weighed) -> None:
+        """A message is gone; harmless if it was not counted, or is not any more. hot: every call"""
+        counts, peer = self._taken, message.peer
+        with self.lock:
+            if message.size:  # one step, up to the store of 0
+                counts[peer] = counts[peer] - message.size
+                message.size = 0
+            if self._waiting:
+                self._given_back.notify_all()
+
     def take(self, peer: WorkerId, count: int = 1) -> None:
         """Take so many; OverLimit, and none is taken, if that is over the limit."""
         if not self.maybe_take(peer, count):
             raise over(self._what, self._most)
 
-    def take_when_free(
-        self, peer: WorkerId, count: int, deadline: float, clock: Clock, description: str
-    ) -> None:
-        """Take so many bytes, and wait for others to be given back if need be; CallTimeout."""
+    def count_when_free(self, message: Weighed, size: int, clock: Clock) -> None:
+        """Count a message, and wait for others to be gone if need be; CallTimeout."""
         with self.lock:
             self._waiting += 1
             try:
-                while not self.maybe_take(peer, count):
-                    left = deadline - clock.now()
+                while not self.maybe_count(message, size):
+                    left = message.deadline - clock.now()
                     if left <= 0:
+                        taken = self.taken(message.peer)
                         raise CallTimeout(
-                            f"{description} did not leave in time: {self.taken(peer)} bytes of "
+                            f"{message.description} did not leave in time: {taken} bytes of "
                             "calls to the same worker have no answer yet",
                             hint=f"wait for some of them, or raise Limits({self._what}=…)",
                         )
@@ -71,22 +121,14 @@ class PeerLimit:
             finally:
                 self._waiting -= 1
 
-    def take_anyway(self, peer: WorkerId, count: int) -> None:
-        """Take so many, over the limit if need be."""
-        counts = self._taken
-        with self.lock:
-            counts[peer] = counts[peer] + count if peer in counts else count
-
-    def give_back(self, peer: WorkerId, count: int = 1, _outcome: object = None) -> None:
-        """So many are gone. hot: every call"""
+    def give_back(self, peer: WorkerId, count: int = 1) -> None:
+        """So many are gone."""
         counts = self._taken
         with self.lock:
             if peer in counts:
                 # One statement: a nested call on this thread may come between any two. For the
                 # same reason an entry stays when it is 0.
                 counts[peer] = counts[peer] - count if counts[peer] > count else 0
-            if self._waiting:
-                self._given_back.notify_all()
 
     def taken(self, peer: WorkerId) -> int:
         """How many the peer has."""

@@ -210,8 +210,10 @@ def leave(
     origin = origin_behind(node)
     lineage, depth = plus(origin.lineage, edge), edges.next_depth(origin.depth)
     set_sequence_number(node, depth)
+    crossing = Crossing(edge, depth, to_wire(lineage), places)
+    # Last, and with no call after the store: a signal handler may raise after each call.
     edges.sent[edge.n] = Sent(edge, peer, lineage, depth, token, node, size, made_at, line)
-    return Crossing(edge, depth, to_wire(lineage), places)
+    return crossing
 
 
 def arrive(

@@ -112,15 +112,17 @@ class FromPeer:
         """Move what is over from `alive` to `untold`."""
         while self.dead:
             try:
-                n = self.dead.popleft().n
-            except IndexError:  # another thread has taken it
-                return
-            self.ended(n)
+                ref = self.dead[0]
+                self.ended(ref.n)
+                self.dead.remove(ref)  # last: a signal handler may raise after each call
+            except (IndexError, ValueError):  # another thread has taken it
+                continue
 
     def ended(self, n: int) -> None:
         """An edge is over, unless it was released early before."""
-        if self.alive.pop(n, None) is not None:
-            self.untold[n] = None
+        if n in self.alive:
+            self.untold[n] = None  # first: a signal handler may raise after the other
+            self.alive.pop(n, None)
 
 
 _open: dict[Edges, None] = {}

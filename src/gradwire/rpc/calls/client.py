@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from itertools import count
-from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast, final
 
@@ -19,22 +18,28 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.devices.maps import checked_map
 from gradwire.agent.remote_errors import fresh
-from gradwire.agent.requests.promise import Promise
-from gradwire.agent.requests.timer import OUTERMOST, Clock, extent_of, nested
-from gradwire.agent.serving.peer_limits import EACH, PeerLimit
+from gradwire.agent.requests.promise import Pending, Promise
+from gradwire.agent.requests.timer import OUTERMOST, extent_of
+from gradwire.agent.serving.peer_limits import EACH
 from gradwire.autograd.backward.engine_run import is_in_pass
 from gradwire.autograd.engine import Engine
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.modes import current_modes
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
-from gradwire.errors import ArgumentTypeError, BadMessage, CallTimeout, Cancelled, UsageError
+from gradwire.errors import BadMessage
 from gradwire.ids import CallId, ContextId, WorkerId
-from gradwire.options import DEFAULT, FOREVER, Timeout
 from gradwire.rpc.behavior import Behavior, Translated
 from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.calls.futures import Environment, Future, PendingResult, ResultOrError
-from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, cut_tensors, depth_of
+from gradwire.rpc.codec.body import (
+    BodyCodec,
+    DecodedBody,
+    EncodedBody,
+    Taken,
+    cut_tensors,
+    depth_of,
+)
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
 from gradwire.rpc.profiling import call_span, fetch_span
@@ -69,15 +74,15 @@ def display_name(name: str) -> str:
     return name.replace(":", ".").lstrip(".!")
 
 
-class SentCall(msgspec.Struct, frozen=True):
-    """A call that was sent and is not answered yet."""
+class SentCall(Pending, eq=False, kw_only=True):
+    """A call under way, which owns all that has to be undone if it is interrupted."""
 
-    call: CallId
-    promise: Promise[Outcome]
-    size: int
-    """its bytes in the flow-control window"""
-    context: InContext
-    checkpointed: CheckpointedCall | None
+    context: InContext = None
+    handle: RefHandle | None = None
+    """the reference to its result, if the peer keeps that"""
+    packed: EncodedBody | None = None
+    """what it carries, until it has left"""
+    checkpointed: CheckpointedCall | None = None
     """its record, if it is made inside of an activation checkpoint"""
 
 
@@ -126,8 +131,6 @@ class Calls:
         self._bodies, self._behavior, self._unawaited = bodies, behavior, count(1)
         self._carries_modes, self._events = behavior.carries_modes, agent.events
         self._tells_of_cancels = not behavior.runs_what_is_late
-        self._window = PeerLimit("in_flight", agent.limits.in_flight, one_may_exceed=True)
-        agent.locks.add(self._window.lock)
         completions, of_callback = Completions(agent), behavior.of_callback
         self._environment = Environment(agent, completions, refs.on_death, of_callback)
         agent.kinds.add(Result)
@@ -137,22 +140,25 @@ class Calls:
     @_profiled("sync")
     def call(self, to: WorkerId, target: Target, deadline: float) -> Any:  # noqa: ANN401
         """What a function returns or raises on a peer. hot: each rpc_sync, so no future is made"""
-        sent = self._send_call(to, target, deadline, None)
-        context = sent.context
+        sent = SentCall(to, "", 0.0, deadline, Promise())
         try:
+            self._send(sent, target)
+            context = sent.context
             if context is not None or self._events.listeners:
-                self._after_send(sent, to)
+                self._after_send(sent)
             if sent.checkpointed is None:
-                outcome = self._outcome(sent.promise, to, context)
+                outcome = self._agent.wait_for(to, sent.promise)
             else:
                 with sent.checkpointed.run.waiting():
-                    outcome = self._outcome(sent.promise, to, context)
-        finally:
-            self._window.give_back(to, sent.size)
+                    outcome = self._agent.wait_for(to, sent.promise)
+            if not isinstance(outcome, Exception):
+                recorded = self._carries_modes or is_grad_enabled()
+                unpacked = self._unpack_result(outcome, to, context, recorded)
+        except BaseException:
+            self._undo(sent)
+            raise
         if isinstance(outcome, Exception):
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
-        recorded = self._carries_modes or is_grad_enabled()
-        unpacked = self._unpack_result(outcome, to, context, recorded)
         if unpacked.depth:
             lift_this_thread(unpacked.depth)
         if (unpacked.cut or unpacked.copies) and is_grad_enabled():
@@ -160,24 +166,30 @@ class Calls:
             warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies)
         return unpacked.value
 
-    def _outcome(self, promise: Promise[Outcome], peer: WorkerId, context: InContext) -> Outcome:
-        """Wait for an answer."""
-        try:
-            return self._agent.wait_for(peer, promise)
-        except BaseException:  # interrupted; an answer may still come, with references in it
-            self._agent.cancel(promise, "the thread that waited for it was interrupted")
-            pending = self._pending(promise, peer, context, str, self._behavior.of_call)
+    def _give_up(self, promise: Promise[Outcome], peer: WorkerId, context: InContext) -> None:
+        """The thread that waits was interrupted; an answer may be there, with references in it."""
+        self._agent.cancel(promise, "the thread that waited for it was interrupted")
+        pending = self._pending(promise, peer, context, str, self._behavior.of_call)
+
+        def drop(outcome: Outcome) -> None:
             # Unpacked though nobody waits for it, so that these references are dropped.
-            promise.on_settled(lambda _: self._agent.dispatch.service.submit(pending.unpacked))
-            raise
+            if isinstance(outcome, Answer) and not outcome.is_taken:
+                self._agent.dispatch.service.submit(pending.unpacked)
+
+        promise.on_settled(drop)
 
     @_profiled("async")
     def call_async(self, to: WorkerId, target: Target, deadline: float) -> Future[Any]:
         """Run a function on a peer; a future of what it returns."""
-        sent = self._send_unawaited(to, target, deadline, None)
-        what = partial(self._name_on, to, target.description or target.name)
-        pending = self._pending(sent.promise, to, sent.context, what, self._behavior.of_call)
-        return Future(pending, self._environment, to)
+        sent = SentCall(to, "", 0.0, deadline, Promise())
+        try:
+            self._send_unawaited(sent, target)
+            what = partial(self._name_on, to, target.description or target.name)
+            pending = self._pending(sent.promise, to, sent.context, what, self._behavior.of_call)
+            return Future(pending, self._environment, to)
+        except BaseException:
+            self._undo(sent)
+            raise
 
     def _name_on(self, to: WorkerId, name: str) -> str:
         return f"{display_name(name)} on {self._agent.directory.name(to)}"
@@ -196,33 +208,39 @@ class Calls:
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:
         """Run a function on a peer that keeps the result; a reference to it."""
         here = to == self._agent.directory.me.id
-        handle = self._refs.keep_here() if here else self._refs.keep_elsewhere(to)
+        sent = SentCall(to, "", 0.0, deadline, Promise())
         try:
-            keep = Kept(handle.ref, handle.fork)
-            promise = self._send_unawaited(to, target, deadline, keep).promise
+            handle = sent.handle = self._refs.keep_here() if here else self._refs.keep_elsewhere(to)
+            self._send_unawaited(sent, target)
+            if handle.fork is not None:
+                sent.promise.on_settled(partial(self._refs.creation_ended, handle.fork))
+            return Created(handle, sent.promise)
         except BaseException:
-            self._refs.creation_undone(handle)
+            self._undo(sent)
             raise
-        if handle.fork is not None:
-            promise.on_settled(partial(self._refs.creation_ended, handle.fork))
-        return Created(handle, promise)
 
     def fetch(self, handle: RefHandle, deadline: float) -> Any:  # noqa: ANN401
         """A copy of a value that another worker owns."""
         directory, owner = self._agent.directory, handle.owner
+        promise = context = None
         with fetch_span(directory.me.name, directory.name(owner)):
-            with waiting():  # in a checkpoint, remote() is answered after the function has returned
-                self._refs.wait_until_counted(handle, deadline)
-                context = self._engine.calling(current_context(), owner)
-                seconds, maps = deadline - self._agent.clock.now(), self._device_map_to(owner)
-                message = Fetch(handle.ref, context, seconds, maps)
-                what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
-                promise = self._request(owner, message, deadline, what, phase)
-                self._engine.called(context, owner)
-                name = partial(self._name_on, owner, what)
-                pending = self._pending(promise, owner, context, name, self._behavior.of_fetch)
-                self._outcome(promise, owner, context)
-            return pending.value()
+            try:
+                with waiting():  # in a checkpoint, remote() is answered after the function returned
+                    self._refs.wait_until_counted(handle, deadline)
+                    context = self._engine.calling(current_context(), owner)
+                    seconds, maps = deadline - self._agent.clock.now(), self._device_map_to(owner)
+                    message = Fetch(handle.ref, context, seconds, maps)
+                    what, phase = f"fetch of {handle.ref}", "call" if context is None else "forward"
+                    promise = self._request(owner, message, deadline, what, phase)
+                    self._engine.called(context, owner)
+                    name = partial(self._name_on, owner, what)
+                    pending = self._pending(promise, owner, context, name, self._behavior.of_fetch)
+                    self._agent.wait_for(owner, promise)
+                return pending.value()
+            except BaseException:
+                if promise is not None:
+                    self._give_up(promise, owner, context)
+                raise
 
     def _request(
         self, owner: WorkerId, message: Message, deadline: float, what: str, phase: str
@@ -246,64 +264,79 @@ class Calls:
         seconds, what = deadline - self._agent.clock.now(), f"backward from {handle.ref}"
         message = BackwardFrom(handle.ref, context, retain_graph, seconds, current_modes())
         promise = self._request(handle.owner, message, deadline, what, "backward")
-        outcome = self._outcome(promise, handle.owner, None)
+        try:
+            outcome = self._agent.wait_for(handle.owner, promise)
+        except BaseException:
+            self._give_up(promise, handle.owner, None)
+            raise
         if isinstance(outcome, Exception):
             raise fresh(self._behavior.of_call(outcome, self._agent.directory))
 
-    def _send_unawaited(
-        self, to: WorkerId, target: Target, deadline: float, keep: Kept | None
-    ) -> SentCall:
-        """Send a call that this thread does not wait for; its answer releases its bytes."""
-        # Before the call is sent: if this is interrupted, by Ctrl-C, nobody would drop its value.
+    def _send_unawaited(self, sent: SentCall, target: Target) -> None:
+        """Send a call that this thread does not wait for."""
+        # Before the call is sent: nobody waits for it if this is interrupted, by Ctrl-C.
         if not next(self._unawaited) % _CALLS_BETWEEN_READS:
-            self._agent.read_some(to)
-        sent = self._send_call(to, target, deadline, keep)
-        sent.promise.on_settled(partial(self._window.give_back, to, sent.size))
+            self._agent.read_some(sent.peer)
+        self._send(sent, target)
         if sent.context is not None or self._events.listeners:
-            self._after_send(sent, to)
-        return sent
+            self._after_send(sent)
 
-    def _send_call(
-        self, to: WorkerId, target: Target, deadline: float, keep: Kept | None
-    ) -> SentCall:
-        """Encode and send a call; the caller gives its bytes back to the window. hot: each call"""
-        _, _, inbound, run, entered = get_current()
-        context = None if entered is None else self._engine.calling(current_context(), to)
+    def _send(self, sent: SentCall, target: Target) -> None:
+        """Encode and send a call; if this raises, the caller undoes it. hot: each call"""
+        _, _, sent.inbound, run, entered = get_current()
+        to, deadline, agent, context = sent.peer, sent.deadline, self._agent, None
+        if entered is not None:
+            sent.phase, context = "forward", self._engine.calling(current_context(), to)
+            sent.context = context
         name, value, maps = target.name, (target.args, target.kwargs), target.device_map
-        record = None if run is None else cast(CheckpointRun, run).calling((to, name))
+        if run is not None:
+            sent.checkpointed = cast(CheckpointRun, run).calling((to, name))
         if maps is None and self._device_maps:
             maps = self._device_map_to(to)
         packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline, maps)
-        body, payload, headers, counted = packed.body, packed.payload, packed.body.tensors, False
+        sent.packed, body, payload, headers = (
+            packed,
+            packed.body,
+            packed.payload,
+            packed.body.tensors,
+        )
         size = EACH + len(body.data) + (sum(map(len, payload)) if payload else 0)
-        what = target.description or display_name(name)
-        try:
-            grad, carries = is_grad_enabled(), self._carries_modes
-            in_pass = context is not None and is_in_pass(inbound)
-            if grad and (packed.copies or (headers and cut_tensors(headers, body.crossings))):
-                self._warn_of_cut(packed, what, to)
-            counted = self._window.maybe_take(to, size) or self._wait(to, size, deadline, what)
-            inference, draws = carries and is_inference_mode_enabled(), record and record.draws
-            modes = current_modes(autocast=carries) if has_modes() else None
-            depth, room = OUTERMOST if type(deadline) is float else extent_of(deadline)
-            rest = (deadline - self._agent.clock.now(), keep, draws, modes, depth, room, maps)
-            id, promise = self._agent.request(
-                to,
-                Call(name, body, context, grad or not carries, inference, *rest, in_pass),
-                payload,
-                deadline=deadline,
-                description=what,
-                phase="call" if context is None else "forward",
-                inbound=inbound,
-                notify_cancel=keep is None and self._tells_of_cancels,
-            )
-        except BaseException:
-            self._undo_send(to, size if counted else 0, packed, record)
-            raise
+        what = sent.description = target.description or display_name(name)
+        grad, carries = is_grad_enabled(), self._carries_modes
+        in_pass = context is not None and is_in_pass(sent.inbound)
+        if grad and (packed.copies or (headers and cut_tensors(headers, body.crossings))):
+            self._warn_of_cut(packed, what, to)
+        if not agent.window.maybe_count(sent, size):
+            self._wait(sent, size)
+        inference, record = carries and is_inference_mode_enabled(), sent.checkpointed
+        modes = current_modes(autocast=carries) if has_modes() else None
+        depth, room = OUTERMOST if type(deadline) is float else extent_of(deadline)
+        now, handle = agent.clock.now(), sent.handle
+        keep = None if handle is None else Kept(handle.ref, handle.fork)
+        rest = (deadline - now, keep, record and record.draws, modes, depth, room, maps, in_pass)
+        sent.opened, sent.notify_cancel = now, keep is None and self._tells_of_cancels
+        agent.issue(sent, Call(name, body, context, grad or not carries, inference, *rest), payload)
+        sent.packed = None
         if body.released:
             self._engine.releases.rode(to, body.released)
-        recorded = record and record.sent(promise, self._agent)
-        return SentCall(id, promise, size, context, recorded)
+        if record is not None:
+            record.sent(sent.promise, agent)
+
+    def _undo(self, sent: SentCall) -> None:
+        """A call could not be sent, or the thread was interrupted: leave nothing of it here."""
+        handle, promise, peer = sent.handle, sent.promise, sent.peer
+        if sent.has_left:
+            self._give_up(promise, peer, sent.context)
+            if handle is not None:
+                self._refs.creation_abandoned(handle, promise)
+            return
+        self._agent.window.uncount(sent)
+        if sent.packed is not None:
+            self._bodies.undo(sent.packed, peer)
+        if sent.checkpointed is not None:
+            sent.checkpointed.recorded.failed()
+        if handle is not None:
+            self._refs.creation_undone(handle)
 
     def _device_map_to(self, to: WorkerId) -> dict[str, str] | None:
         """On which devices of a peer tensors arrive, as the options say."""
@@ -314,31 +347,22 @@ class Calls:
         where = f"the arguments of {what} on {self._agent.directory.name(to)}"
         warn_of_cut(len(cut), where, packed.copies)
 
-    def _undo_send(
-        self, to: WorkerId, size: int, packed: EncodedBody, checkpointed: CheckpointedCall | None
-    ) -> None:
-        if size:  # it was taken from the window
-            self._window.give_back(to, size)
-        self._bodies.undo(packed, to)
-        if checkpointed is not None:
-            checkpointed.recorded.failed()
-
-    def _wait(self, to: WorkerId, size: int, deadline: float, what: str) -> bool:
+    def _wait(self, sent: SentCall, size: int) -> None:
         """Wait until the window has room.
 
         A function that a peer has called does not wait: the calls that fill the window may
         themselves wait for that function, on the peer.
         """
         if self._agent.dispatch.user.runs_this_thread:
-            self._window.take_anyway(to, size)
+            self._agent.window.count_anyway(sent, size)
         else:
-            self._window.take_when_free(to, size, deadline, self._agent.clock, what)
-        return True
+            self._agent.window.count_when_free(sent, size, self._agent.clock)
 
-    def _after_send(self, sent: SentCall, to: WorkerId) -> None:
-        self._engine.called(sent.context, to)
+    def _after_send(self, sent: SentCall) -> None:
+        self._engine.called(sent.context, sent.peer)
         if self._events.listeners:
-            self._events.emit("call", sent.call, self._agent.directory.name(to))
+            directory = self._agent.directory
+            self._events.emit("call", CallId(directory.me.id, sent.n), directory.name(sent.peer))
 
     def _pending(
         self,
@@ -389,6 +413,7 @@ class Calls:
             context=context,
             is_recorded=recorded,
             is_handed_over=is_handed_over,
+            taken=cast(Taken, answer),
         )
         return replace(unpacked, copies=result.copies) if result.copies > 0 else unpacked
 
@@ -403,45 +428,3 @@ class Calls:
         self._refs.release(message.body.references)
         self._engine.drop_crossings(message.body.crossings, peer)
         self._engine.devices.drop(message.body.tensors, peer)
-
-
-Deadline = Callable[[Timeout], float]
-"""`deadline_from` with the clock and the default of one worker"""
-
-
-def _seconds(timeout: object) -> float:
-    """As a float: numpy's numbers are not sent. hot: each call with a timeout"""
-    if type(timeout) is float:
-        return timeout
-    try:
-        return float(timeout)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(
-            f"timeout={timeout!r:.80} is not a number of seconds",
-            hint="timeout=None waits as long as the other worker lives",
-        ) from error
-
-
-def deadline_from(clock: Clock, default: float, timeout: Timeout) -> float:
-    """The deadline of a wait that begins now; never later than that of the call being served.
-
-    Raises CallTimeout if that one has passed, Cancelled if the call was cancelled. hot: each call
-    """
-    if timeout is DEFAULT:
-        seconds = default
-    else:
-        seconds = FOREVER if timeout is None else min(_seconds(timeout), FOREVER)
-        if not seconds > 0:
-            raise UsageError(
-                f"timeout={timeout!r} is not a positive number of seconds",
-                hint="timeout=None waits as long as the other worker lives",
-            )
-    now = clock.now()
-    _, due, inbound, _, _ = get_current()
-    if inbound is not None and inbound.cancelled:
-        raise Cancelled(f"the enclosing call was cancelled: {inbound.cancelled}")
-    if due == inf:
-        return now + seconds
-    if due <= now:
-        raise CallTimeout("the deadline of the enclosing call has passed")
-    return nested(due, now, seconds)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import traceback
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
@@ -102,6 +101,9 @@ class PendingResult(Generic[T]):
             try:
                 self._result = unpack(outcome)
             except BaseException as error:  # kept, and raised by each wait
+                if not isinstance(error, Exception) and not getattr(outcome, "is_taken", True):
+                    self._unpack = unpack  # a signal handler has raised before it began
+                    raise
                 # Without its frames: they hold the future, which holds this through C++, where
                 # the garbage collector cannot see the cycle.
                 self._result = error.with_traceback(None)
@@ -161,31 +163,31 @@ class Future(torch.futures.Future[T]):
         # hold the future: that cycle goes through C++ and would never be freed.
         self._set_unwrap_func(pending.value)
         self._is_waited_for = False
-        self._completion = threading.Lock()
+        self._is_completing = False
         promise.on_settled(self._on_settled)
 
     def wait(self) -> T:
         """Block until it is done; return the value, or raise the exception in its place."""
         run = get_current()[3]
-        if run is None:
-            self._await()
-        else:
-            with cast(CheckpointRun, run).waiting():  # waits are numbered: also when done
+        try:
+            if run is None:
                 self._await()
-        self._complete()
+            else:
+                with cast(CheckpointRun, run).waiting():  # waits are numbered: also when done
+                    self._await()
+            self._complete()
+        except BaseException:  # interrupted
+            self._is_waited_for = False
+            self._promise.on_settled(self._on_settled)
+            raise
         return self._pending.value()
 
     def _await(self) -> None:
         promise = self._promise
         if not promise.settled:
             self._is_waited_for = True
-            try:
-                agent, callee = self._environment.agent, self._callee
-                agent.wait_for(agent.directory.me.id if callee is None else callee, promise)
-            except BaseException:  # interrupted
-                self._is_waited_for = False
-                promise.on_settled(self._on_settled)
-                raise
+            agent, callee = self._environment.agent, self._callee
+            agent.wait_for(agent.directory.me.id if callee is None else callee, promise)
 
     def cancel(self) -> bool:
         """Cancel the call. False if it is done already, or if this is the future of a callback.
@@ -328,9 +330,14 @@ class Future(torch.futures.Future[T]):
         self._environment.agent.dispatch.service.submit_or_run(job)
 
     def _complete(self) -> None:
-        if self._completion.acquire(blocking=False):
-            # Exceptions are set as results, too: the unwrap function raises them.
-            _Native.set_result(self, self._pending.unpacked())
+        if not self._is_completing:  # one step with the next line, which has no call either
+            self._is_completing = True
+            try:
+                # Exceptions are set as results, too: the unwrap function raises them.
+                _Native.set_result(self, self._pending.unpacked())
+            except BaseException:  # interrupted: `wait` lets another thread do it
+                self._is_completing = _Native.done(self)
+                raise
 
 
 def _report(callback_of: str, unseen: list[traceback.TracebackException]) -> None:

@@ -34,7 +34,8 @@ from gradwire.rpc.codec.codec import Codec, from_msgpack, malformed, to_msgpack
 from gradwire.rpc.codec.pickle_codec import PickleCodec
 from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Place, Tag
 from gradwire.rpc.messages import Body, Reference
-from gradwire.rpc.refs.refs import MessageRefs, Refs
+from gradwire.rpc.refs.message_refs import MessageRefs
+from gradwire.rpc.refs.refs import Refs
 from gradwire.torch_private import has_tangent, is_inside_transform, wrapped_by_transform
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
@@ -82,6 +83,15 @@ class DecodedBody(msgspec.Struct, frozen=True):
     copies: int = 0
     handoff: Handoff | None = None
     """of a value on a device: another thread calls this before it uses the value"""
+
+
+class Taken:
+    """Marks a body that `BodyCodec.decode` has begun to decode: what it holds is not lost now."""
+
+    is_taken = False
+
+
+_UNSHARED = Taken()
 
 
 @final
@@ -136,15 +146,34 @@ class BodyCodec:
                 return self._with_tensors(
                     data, tensors, [], to, context, place, deadline, device_map
                 )
-            with self._refs.packing(to, deadline) as references:
+            return self._walked(value, to, context, place, deadline, device_map)
+        except NotSerializable as refusal:
+            raise self._placed(refusal, value, place) from refusal.__cause__
+
+    def _walked(
+        self,
+        value: object,
+        to: WorkerId,
+        context: ContextId | None,
+        place: Place,
+        deadline: float,
+        device_map: DeviceMap | None,
+    ) -> EncodedBody:
+        """As `encode`, of what may hold anything."""
+        encoded, packing = None, MessageRefs(self._refs.local, [], to, deadline)
+        try:
+            with packing as references:
                 data, tensors, copies = self._codec.encode(value, place)
                 about = (to, context, place, deadline, device_map)
                 encoded = self._with_tensors(data, tensors, references, *about)
-        except NotSerializable as refusal:
-            raise self._placed(refusal, value, place) from refusal.__cause__
-        if copies and (context is not None or not self._leaves):
-            return replace(encoded, copies=copies)
-        return encoded  # with torch's API nobody expects a gradient outside of a context
+            # With torch's API nobody expects a gradient outside of a context.
+            is_told = copies and (context is not None or not self._leaves)
+            return replace(encoded, copies=copies) if is_told else encoded
+        except BaseException:
+            self._refs.pack_undone(packing.refs)
+            if encoded is not None:
+                self._release(encoded.body.tensors, encoded.body.crossings, to)
+            raise
 
     def _with_tensors(
         self,
@@ -175,15 +204,18 @@ class BodyCodec:
         if device_map is None and are_on_cpu(tensors):
             headers, payload = encode_tensors(tensors, self._limits)
         else:
-            about = (to, deadline, device_map, is_call)
-            headers, payload = self._devices.encode(tensors, *about)
-        if not self._carries_modes:  # autograd refuses what was made in inference mode
-            headers = [without_inference(header) for header in headers]
+            headers, payload = self._devices.encode(tensors, to, deadline, device_map, is_call)
         crossings: list[Crossing] = []
-        if any(map(_flags_of, headers)):  # otherwise none requires grad
-            crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
-        body = Body(data, headers, crossings, references, self._riding_to(to))
-        return EncodedBody(body, payload)
+        try:
+            if not self._carries_modes:  # autograd refuses what was made in inference mode
+                headers = [without_inference(header) for header in headers]
+            if any(map(_flags_of, headers)):  # otherwise none requires grad
+                crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
+            body = Body(data, headers, crossings, references, self._riding_to(to))
+            return EncodedBody(body, payload)
+        except BaseException:
+            self._release(headers, crossings, to)
+            raise
 
     def _placed(self, refusal: NotSerializable, value: object, place: Place) -> NotSerializable:
         """The refusal of a tensor, with its place in the value instead of its index, if known."""
@@ -195,11 +227,16 @@ class BodyCodec:
 
     def undo(self, encoded: EncodedBody, to: WorkerId) -> None:
         """Release what a body holds that was not sent."""
-        if not arrive_on_cpu(encoded.body.tensors):
-            self._devices.withdraw(encoded.body.tensors, to)
+        self._release(encoded.body.tensors, encoded.body.crossings, to)
         self._refs.pack_undone(encoded.body.references)
-        if encoded.body.crossings:
-            self._engine.withdraw(encoded.body.crossings)
+
+    def _release(
+        self, headers: Sequence[TensorHeader], crossings: Sequence[Crossing], to: WorkerId
+    ) -> None:
+        if not arrive_on_cpu(headers):
+            self._devices.withdraw(headers, to)
+        if crossings:
+            self._engine.withdraw(crossings)
 
     def decode(
         self,
@@ -211,19 +248,21 @@ class BodyCodec:
         is_answered: bool = False,
         is_recorded: bool = True,
         is_handed_over: bool = False,
+        taken: Taken = _UNSHARED,
     ) -> DecodedBody:
         """The value, with its references held and, if `is_recorded`, its graph attached.
 
-        With `is_handed_over`, another thread may use it.
+        With `is_handed_over`, another thread may use it. `taken`: who else would release the body.
 
         For `is_answered` see Note [An answer accepts], refs/exchange.py.
         """
-        came = None  # held here: references that the value does not use end with this function
         crossings: Sequence[Crossing] = body.crossings
         try:
-            if body.references:
-                came = self._refs.unpacking(body.references, source, is_answered=is_answered)
-            if not (headers := body.tensors):
+            refs, headers = body.references, body.tensors
+            # Held here: references that the value does not use end with this function.
+            came = self._refs.unpacking(refs, source, is_answered=is_answered) if refs else None
+            taken.is_taken = True  # from here on they are held, and edges are dropped below
+            if not headers:
                 return DecodedBody(self._decode_value(body.data, (), came))
             if on_cpu := arrive_on_cpu(headers):
                 tensors = decode_tensors(headers, payload, self._limits)
@@ -240,8 +279,7 @@ class BodyCodec:
             raise
         if on_cpu and not crossings and not any(map(_flags_of, headers)):
             return DecodedBody(self._decode_value(body.data, tensors, came))
-        depth = max(map(_depth_of, crossings)) if crossings else 0
-        cut = cut_tensors(headers, crossings)
+        cut, depth = cut_tensors(headers, crossings), max(map(_depth_of, crossings), default=0)
         for n in cut if self._leaves else ():
             tensors[n].requires_grad_()
         handoff = None if on_cpu or not is_handed_over else self._devices.handoff(tensors)

@@ -14,12 +14,13 @@ reference is sent, as in any other argument.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
+
+from msgspec.structs import astuple
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.messages import Failure
@@ -27,7 +28,14 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Source
 from gradwire.agent.serving.peer_limits import over
 from gradwire.current import current_inbound
-from gradwire.errors import BadMessage, CallTimeout, Cancelled, PeerLost, UsageError
+from gradwire.errors import (
+    BadMessage,
+    CallTimeout,
+    Cancelled,
+    GradwireError,
+    PeerLost,
+    UsageError,
+)
 from gradwire.ids import ForkId, RefId, WorkerId, first_of
 from gradwire.rpc.messages import Reference
 from gradwire.rpc.recompute.checkpoint_run import current_checkpoint_run, waiting
@@ -53,6 +61,7 @@ from gradwire.rpc.refs.handles_state import (
     Unreachable,
     Verdict,
 )
+from gradwire.rpc.refs.message_refs import MessageRefs
 from gradwire.rpc.refs.state import RefTable
 
 _POLL_SECONDS = 0.01
@@ -77,38 +86,6 @@ Content = Value | Raised
 
 
 @final
-class MessageRefs:
-    """A block in which a thread packs or unpacks one message: the references in it, by index.
-
-    If packing fails, `undo` takes them back. hot: each argument list or result that needs a walk
-    """
-
-    __slots__ = ("_local", "_outer", "_undo", "deadline", "refs", "to")
-
-    def __init__(
-        self,
-        local: threading.local,
-        refs: list[Any],
-        undo: Callable[[list[Reference]], None] = lambda _: None,
-        to: WorkerId = -1,
-        deadline: float = math.inf,
-    ) -> None:
-        self._local, self.refs, self._undo, self.to, self.deadline = local, refs, undo, to, deadline
-
-    def __enter__(self) -> list[Any]:
-        # Code inside of the block (a codec of the user's, a finalizer) may make calls of its own,
-        # whose blocks restore what they found.
-        self._outer: MessageRefs | None = getattr(self._local, "message", None)
-        self._local.message = self
-        return self.refs
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._local.message = self._outer
-        if kind is not None:
-            self._undo(self.refs)
-
-
-@final
 class Refs:
     """The references of one worker: its values, and its handles on values of other workers.
 
@@ -122,7 +99,8 @@ class Refs:
         self._counted = threading.Condition(self._lock)
         self._table = RefTable(me.id, first=first_of(me.incarnation))
         self._values: dict[RefId, Promise[Content]] = {}
-        self._local = threading.local()
+        self.local = threading.local()
+        """holds the MessageRefs of the message that each thread packs or unpacks"""
         finalizers = self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
         self.watch, self.on_death = finalizers.watch, finalizers.on_death
         self.close = finalizers.close
@@ -138,17 +116,31 @@ class Refs:
 
     def keep_here(self, content: Content | None = None) -> RefHandle:
         """A new value of this worker; without `content` it is made later."""
-        with self._lock:
-            handle = self._table.create(self._me.id, self._me.incarnation)
-            promise = self._values[handle.ref] = Promise()
-        if content is not None:
-            promise.settle(content)
-        return handle
+        handle: RefHandle | None = None
+        promise: Promise[Content] = Promise()
+        try:
+            with self._lock:
+                handle = self._table.create(self._me.id, self._me.incarnation)
+                self._values[handle.ref] = promise
+            if content is not None:
+                promise.settle(content)
+            return handle
+        except BaseException:  # a signal handler has raised
+            if handle is not None:
+                self.ended(handle)
+            raise
 
     def keep_elsewhere(self, owner: WorkerId) -> RefHandle:
         """A new value that a call is about to create on another worker."""
-        with self._lock:
-            return self._table.create(owner, self._agent.directory.incarnation(owner))
+        handle, incarnation = None, self._agent.directory.incarnation(owner)
+        try:
+            with self._lock:
+                handle = self._table.create(owner, incarnation)
+        except BaseException:  # a signal handler has raised
+            if handle is not None:
+                self.creation_undone(handle)
+            raise
+        return handle
 
     def content(self, ref: RefId, peer: WorkerId | None = None) -> Promise[Content]:
         """The value of this worker that `ref` names, maybe not made yet, if `peer` may use it."""
@@ -235,6 +227,12 @@ class Refs:
         with self._lock:
             self._table.creation_undone(handle.fork)
 
+    def creation_abandoned(self, handle: RefHandle, answer: Promise[Outcome]) -> None:
+        """The creating call was sent, but nobody gets the reference."""
+        if handle.fork is not None:
+            answer.on_settled(partial(self.creation_ended, handle.fork))
+        self.ended(handle)
+
     def creation_ended(self, fork: ForkId, outcome: Outcome) -> None:
         """The creating call was answered, or given up."""
         table, is_late = self._table, isinstance(outcome, CallTimeout | Cancelled)
@@ -266,18 +264,16 @@ class Refs:
         self.content(ref, inbound.worker)  # raises unless the caller holds it
         return BorrowedRef(RefHandle(ref, me.id, None, incarnation))
 
-    def packing(self, to: WorkerId, deadline: float) -> MessageRefs:
-        """A block in which `pack` adds to a list of references; an error takes them back."""
-        return MessageRefs(self._local, [], self.pack_undone, to, deadline)
-
     def pack(self, handle: RefHandle) -> int:
         """Add a reference to the message being packed; returns its index."""
-        message: MessageRefs = self._local.message
+        message: MessageRefs = self.local.message
         check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_asking, handle, message.deadline)
-        with self._lock:
-            fork = self._table.pack(handle, message.to)
+        fork = self._table.new_fork()
+        # First: `pack_undone` then takes back what was packed when a signal handler raises.
         message.refs.append(Reference(handle.ref, handle.owner, fork, handle.incarnation))
+        with self._lock:
+            self._table.pack(handle, message.to, fork)
         return len(message.refs) - 1
 
     def wait_until_counted(self, handle: RefHandle, deadline: float) -> None:
@@ -322,15 +318,26 @@ class Refs:
     ) -> MessageRefs:
         """A block in which `unpacked` returns these; those not asked for end with the block."""
         if not references:
-            return MessageRefs(self._local, [])
-        with self._lock:
-            check_passed(self._table, references, source, self._agent.directory.myself)
-        handles = self.arrived(references, is_answered=is_answered)
-        return MessageRefs(self._local, [self.make(handle) for handle in handles])
+            return MessageRefs(self.local, [])
+        made: list[object] = []
+        try:
+            with self._lock:
+                check_passed(self._table, references, source, self._agent.directory.myself)
+            handles = self.arrived(references, is_answered=is_answered)
+            made.extend(map(self.make, handles))
+            return MessageRefs(self.local, made)
+        except GradwireError:
+            raise
+        except BaseException:  # a signal handler has raised
+            with self._lock:
+                lost = references[len(made) :]
+                actions = [self._table.arrived_for_nobody(*astuple(came)) for came in lost]
+            self._perform(chain.from_iterable(actions))
+            raise
 
     def unpacked(self, index: object) -> object:
         """The reference at this index, in the message being unpacked."""
-        came: list[object] = self._local.message.refs
+        came: list[object] = self.local.message.refs
         if not isinstance(index, int) or not 0 <= index < len(came):
             raise BadMessage(f"a message names its reference {index!r} of {len(came)}")
         return came[index]
@@ -367,6 +374,15 @@ class Refs:
             self.ended(handle)
 
     # -- the end of handles
+
+    def unmade(self, handle: RefHandle) -> None:
+        """A signal handler has raised before there was an object for a handle, or just after.
+
+        Elsewhere the end of a handle may be reported twice. One on the owner is only counted, so it
+        stays, and the value with it.
+        """
+        if handle.fork is not None:
+            self.ended(handle)
 
     def ended(self, handle: RefHandle) -> None:
         """A handle has ended."""

@@ -124,16 +124,22 @@ class RefTable:
     def create(self, owner: WorkerId, incarnation: int = 0) -> RefHandle:
         """A new value: here at once, on another worker when the creating call arrives there."""
         ref = RefId(self._me, self._number())
-        if owner == self._me:
+        fork = None if owner == self._me else ForkId(self._me, self._number())
+        handle = RefHandle(ref, owner, fork, incarnation)
+        # Last, and with no call after the store: a signal handler may raise after each call.
+        if fork is None:
             self.owned.made(ref)
-            return RefHandle(ref, owner, None, incarnation)
-        fork = ForkId(self._me, self._number())
-        self._held[fork] = _HeldFork(ref, fork, owner, _Stage.CREATING)
-        return RefHandle(ref, owner, fork, incarnation)
+        else:
+            self._held[fork] = _HeldFork(ref, fork, owner, _Stage.CREATING)
+        return handle
 
-    def pack(self, handle: RefHandle, to: WorkerId) -> ForkId:
+    def new_fork(self) -> ForkId:
+        """A fork that is about to be packed."""
+        return ForkId(self._me, self._number())
+
+    def pack(self, handle: RefHandle, to: WorkerId, child: ForkId | None = None) -> ForkId:
         """A new fork, about to be sent to the worker `to`."""
-        child = ForkId(self._me, self._number())
+        child = child or self.new_fork()
         if handle.fork is None:
             self.owned.passed_on(handle.ref, child, to)
         else:
@@ -169,6 +175,23 @@ class RefTable:
         elif stage is _Stage.ASKING:
             actions = self._ask(held)
         return RefHandle(ref, owner, fork, incarnation), actions
+
+    def arrived_for_nobody(
+        self, ref: RefId, owner: WorkerId, fork: ForkId, incarnation: int
+    ) -> list[Action]:
+        """A reference arrived, but an interrupt left it without an RRef: end what there is of it.
+
+        One that came back to its owner is left out: what is counted there has no id.
+        """
+        if owner == self._me:
+            return []
+        held, actions = self._held.get(fork), []
+        if held is None:
+            actions = self.arrived(ref, owner, fork, incarnation)[1]
+        elif held.stage is _Stage.ASKING:  # perhaps the request was not sent
+            self._ask_no_more(held)
+            actions = self._ask(held)
+        return actions + self._ended(self._held[fork])
 
     def handle_ended(self, handle: RefHandle) -> list[Action]:
         """The RRef object is gone. Must be reported once."""

@@ -83,7 +83,7 @@ class FrameWriter:
         for has_lock in self._taking:  # noqa: B007
             break
         if not has_lock:
-            self._transmit([small], (), deadline)
+            self._transmit([small], (), deadline, frame)
             return
         self._sender = me
         try:
@@ -93,17 +93,18 @@ class FrameWriter:
                 del stock  # the send reuses these tuples: see Note [Reading inside a read]
                 if self._closer.close_reason is None and self._unsent is None:
                     self._is_blocked = self._is_opaque
+                    frame.has_left = True
                     (sent,) = sends
                     self._is_blocked = False
                     if sent == len(small):
                         return
                     self._sent, self._unsent = sent, small
             except BlockingIOError:
-                self._is_blocked = False
+                self._is_blocked = frame.has_left = False
             except BaseException as error:
                 self._failed_midway(error)
                 raise
-            self._send_rest(small, deadline)
+            self._send_rest(small, deadline, frame)
         finally:
             # As in `_release`; but a KeyboardInterrupt may come when a function is entered, before
             # its first line, and then the lock would never be released.
@@ -116,11 +117,11 @@ class FrameWriter:
             else:
                 self._release()
 
-    def _send_rest(self, small: bytes, deadline: float) -> None:
+    def _send_rest(self, small: bytes, deadline: float, frame: Frame) -> None:
         if self._unsent is small:
             self._finish_by(deadline, small)
         else:
-            self._send([small], (), deadline)
+            self._send([small], (), deadline, frame)
 
     def _send_large(self, frame: Frame, deadline: float) -> None:
         """hot: benchmarks of bandwidth"""
@@ -130,28 +131,34 @@ class FrameWriter:
                 block.fill(frame.payload)
                 prefix = encode_prefix(frame, self._flags | IN_BLOCK)
                 note, ancillary = block.announced()
-                self._transmit([prefix, frame.head, note], ancillary, deadline)
+                self._transmit([prefix, frame.head, note], ancillary, deadline, frame)
             return
         prefix, head = encode_prefix(frame, self._flags), frame.head
         # Fewer buffers make a cheaper call.
         parts: list[Buffer] = [prefix, head] if len(head) > SMALL else [prefix + head]
-        self._transmit([*parts, *frame.payload], (), deadline)
+        self._transmit([*parts, *frame.payload], (), deadline, frame)
 
     def send_raw(self, data: bytes, deadline: float) -> None:
         """See `Channel.send_raw`."""
         self._transmit([data], (), deadline)
 
-    def _transmit(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
-        """Send the buffers as one unit."""
+    def _transmit(
+        self,
+        parts: list[Buffer],
+        ancillary: Ancillary,
+        deadline: float,
+        frame: Frame | None = None,
+    ) -> None:
+        """Send the buffers as one unit; they are those of `frame`, if that is given."""
         if self._sender == get_ident():  # a finalizer or a signal handler interrupted a send
             if self._is_blocked:
                 raise self._cannot_send()
-            self._send(parts, ancillary, deadline)
+            self._send(parts, ancillary, deadline, frame)
             return
         lent = self._acquire(deadline)
         try:
             try:
-                self._send(parts, ancillary, deadline)
+                self._send(parts, ancillary, deadline, frame)
             finally:
                 self._release()
         finally:
@@ -202,14 +209,16 @@ class FrameWriter:
         if self._closer.close_reason is not None:
             self._closer.close_if_unused()
 
-    def _send(self, parts: list[Buffer], ancillary: Ancillary, deadline: float) -> None:
+    def _send(
+        self, parts: list[Buffer], ancillary: Ancillary, deadline: float, frame: Frame | None
+    ) -> None:
         """Finish a frame begun before, then begin this one and send it until the deadline."""
         # True while no byte of this frame is in doubt: an exception then leaves the channel usable.
         is_waiting = True
         try:
             while self._go_on(deadline):
                 is_waiting = False
-                if self._push(None, 0, parts, ancillary, _AT_ONCE):
+                if self._push(None, 0, parts, ancillary, _AT_ONCE, frame):
                     self._finish_by(deadline, parts)
                     return
                 is_waiting = True
@@ -282,9 +291,15 @@ class FrameWriter:
                 self._release()
 
     def _push(
-        self, begun: Unsent | None, sent: int, parts: list[Buffer], ancillary: Ancillary, flags: int
+        self,
+        begun: Unsent | None,
+        sent: int,
+        parts: list[Buffer],
+        ancillary: Ancillary,
+        flags: int,
+        frame: Frame | None = None,
     ) -> bool:
-        """Send `parts`: what follows the first `sent` bytes of `begun`, or a new frame.
+        """Send `parts`: what follows the first `sent` bytes of `begun`, or a new `frame`.
 
         False if the kernel accepts none, or if an inner send has sent some of them meanwhile.
         """
@@ -301,12 +316,16 @@ class FrameWriter:
             if self._unsent is not begun or (begun is not None and self._sent != sent):
                 return False
             self._is_blocked = self._is_opaque or flags == _PATIENTLY
+            if frame is not None:
+                frame.has_left = True
             (count,) = sends
             self._is_blocked = False
             self._sent = sent + count
             self._unsent = None if count == length else begun or parts
         except BlockingIOError:
             self._is_blocked = False
+            if frame is not None:
+                frame.has_left = False
             return False
         except OSError as error:
             raise self._lost_sending(error) from error
