@@ -321,6 +321,26 @@ def test_references_of_one_peer_are_limited():
         workers[0].run(hold, 4)
 
 
+def test_each_use_of_a_reference_that_was_refused_says_why():
+    def uses():
+        kept = [gradwire.remote("w1", echo, (n,)) for n in range(4)]
+        assert [reference.to_here() for reference in kept] == [0, 1, 2, 3]
+        refused = gradwire.remote("w1", echo, (4,))
+        for use in (
+            refused.to_here,
+            lambda: gradwire.rpc_sync("w1", echo, (refused,)),
+            lambda: refused.rpc_sync().__add__(1),
+            refused.to_here,
+        ):
+            with pytest.raises(OverLimit, match="a peer has 4 references open here already"):
+                use()
+
+    with limited(references=4) as workers:
+        workers[0].run(uses)
+        assert_nothing_left(workers)
+        assert workers[0].worker.refs._refused == {}
+
+
 def test_a_quota_is_taken_and_given_back_by_peer():
     quota = PeerLimit("apples", 2)
     quota.take(1)

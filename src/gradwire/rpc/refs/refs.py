@@ -24,6 +24,7 @@ from msgspec.structs import astuple
 
 from gradwire.agent.agent import Agent, Outcome
 from gradwire.agent.messages import Failure
+from gradwire.agent.remote_errors import fresh
 from gradwire.agent.requests.promise import Promise
 from gradwire.agent.serving.dispatch import Source
 from gradwire.agent.serving.peer_limits import over
@@ -104,6 +105,8 @@ class Refs:
         finalizers = self._finalizers = FinalizerQueue(f"gradwire {me.name} refs", self.ended)
         self.watch, self.on_death = finalizers.watch, finalizers.on_death
         self.close = finalizers.close
+        self._refused: dict[ForkId, Exception] = {}
+        """why a value was not made, by the fork that its creator holds"""
         self._limit_checks = 0
         self.abandoned = False
         """whether this worker has ended all its handles on values of other workers"""
@@ -237,9 +240,17 @@ class Refs:
         """The creating call was answered, or given up."""
         table, is_late = self._table, isinstance(outcome, CallTimeout | Cancelled)
         ended = table.creation_timed_out if is_late else table.creation_answered
+        is_lost = isinstance(outcome, PeerLost)
         with self._lock:
-            actions = (table.creation_lost if isinstance(outcome, PeerLost) else ended)(fork)
+            actions = (table.creation_lost if is_lost else ended)(fork)
+            if isinstance(outcome, Exception) and table.is_confirmed(fork):
+                self._refused[fork] = outcome
         self._perform(actions)
+
+    def _check_made(self, handle: RefHandle) -> None:
+        """Raise what the owner refused the creating call with, if it did."""
+        if handle.fork in self._refused:
+            raise fresh(self._refused[handle.fork])
 
     # -- references in messages
 
@@ -248,6 +259,7 @@ class Refs:
         fork = handle.fork
         if fork is None or not self._table.is_confirmed(fork):  # no lock: it reads one dict entry
             return None
+        self._check_made(handle)
         is_stale = handle.incarnation < self._agent.directory.incarnation(handle.owner)
         return None if is_stale else LentRef(handle)
 
@@ -269,6 +281,7 @@ class Refs:
         message: MessageRefs = self.local.message
         check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_asking, handle, message.deadline)
+        self._check_made(handle)
         fork = self._table.new_fork()
         # First: `pack_undone` then takes back what was packed when a signal handler raises.
         message.refs.append(Reference(handle.ref, handle.owner, fork, handle.incarnation))
@@ -280,6 +293,7 @@ class Refs:
         """Wait until the owner has counted a handle: a fetch may overtake the creating call."""
         check_incarnation(self._agent.directory, handle)
         self._wait_while(self._table.is_uncounted, handle, deadline)
+        self._check_made(handle)
 
     def _wait_while(
         self, uncounted: Callable[[ForkId], bool], handle: RefHandle, deadline: float
@@ -388,6 +402,8 @@ class Refs:
         """A handle has ended."""
         with self._lock:
             actions = self._table.handle_ended(handle)
+            if handle.fork is not None:
+                self._refused.pop(handle.fork, None)
         self._perform(actions)
 
     def is_confirmed(self, handle: RefHandle) -> bool:
