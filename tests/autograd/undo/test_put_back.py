@@ -73,6 +73,10 @@ def times_leaf(x):
     return x * LEAVES["leaf"]
 
 
+def times_all(x):
+    return x * sum(LEAVES["many"], LEAVES["leaf"])
+
+
 def of_leaf():
     return LEAVES["leaf"] * 1
 
@@ -132,6 +136,35 @@ def test_a_gradient_that_a_hook_has_replaced_is_put_back(workers):
         assert torch.equal(leaf.grad, value)
 
     in_context(workers, program)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_gradients_that_are_views_of_one_buffer_are_put_back(workers, caplog, is_used):
+    """As with gradient_as_bucket_view: all of them have one version, which each addition raises."""
+
+    def used(grad):  # after the leaves: the engine adds to them as soon as it can
+        if is_used:
+            buffer[0] = 100.0
+        fail(grad)
+
+    HOOKS["fail"], buffer = used, torch.arange(6.0)
+    many = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    for n, leaf in enumerate(many):
+        leaf.grad = buffer[2 * n : 2 * n + 2]
+    LEAVES["many"], LEAVES["leaf"] = many[1:], many[0]
+    views = [leaf.grad for leaf in many]
+
+    def program(_):
+        x = torch.ones(2, requires_grad=True)
+        y = gw.rpc_sync("w2", hooked, args=(x, "fail"))
+        with pytest.raises(ValueError, match="refused by a hook"):
+            gw.rpc_sync("w1", times_all, args=(y,)).sum().backward()
+        assert all(leaf.grad is view for leaf, view in zip(many, views, strict=True))
+
+    in_context(workers, program)
+    assert buffer[2:].tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert buffer[:2].tolist() == ([100.0, 3.0] if is_used else [0.0, 1.0])
+    assert ("stays" in caplog.text) is is_used
 
 
 def test_a_hook_may_use_a_gradient_up_that_goes_to_the_map(workers):

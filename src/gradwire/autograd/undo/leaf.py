@@ -145,10 +145,11 @@ def is_total(gradient: Gradient, first: Gradient, additions: Iterable[Addition])
         return gradient is expected
     if gradient.requires_grad:
         return False
-    return _same(gradient, expected)
+    return is_same(gradient, expected)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same values."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     one, other = (t.to_dense() if t.layout is not torch.strided else t for t in (one, other))

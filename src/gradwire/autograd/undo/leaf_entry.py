@@ -32,6 +32,7 @@ from gradwire.autograd.undo.leaf import (
     Leaf,
     copy_of,
     folded,
+    is_same,
     is_total,
     total,
     version_of,
@@ -62,6 +63,8 @@ class LeafEntry:
     _value: Gradient = None
     _new: weakref.ref[torch.Tensor] | None = None
     """what this run, and what others added after it, have left there; `_version` is its own"""
+    _left: Gradient = None
+    """a copy of that, if it is a view"""
     _since: tuple[Addition, ...] = ()
     _coming: dict[int, tuple[Begun, tuple[Addition, ...]]] | None = None
 
@@ -241,6 +244,20 @@ class LeafEntry:
             self._version, self._new = 0, None
         else:
             self._version, self._new = new._version, weakref.ref(new)
+            if new._is_view():
+                self._left = copy_of(new)
+
+    def _is_as_left(self, now: Gradient, version: int, value: Gradient) -> bool:
+        """Whether nobody has changed a gradient, which has this value and version now.
+
+        Views of one buffer, as those of gradient_as_bucket_view, share one version: it also grows
+        when another leaf of the buffer is added to. So what is left in a view is compared.
+        """
+        if now is not self._last():
+            return False
+        if version == self._version:
+            return True
+        return self._left is not None and value is not None and is_same(value, self._left)
 
     def _last(self) -> Gradient:
         """The gradient as the run left it, or as the last known addition did; _GONE if it died."""
@@ -276,7 +293,7 @@ class LeafEntry:
         if found is None and now is None:  # a hook has used it up at once
             return
         with torch.no_grad():
-            is_known = found is self._last() and version == self._version
+            is_known = self._is_as_left(found, version, value)
             if not is_known or not is_total(now, value, added):
                 self._is_spoilt = True
                 return
@@ -316,7 +333,7 @@ class LeafEntry:
         if leaf is None:
             return True
         now = leaf.grad if into is None else into.get(leaf)
-        if self._is_spoilt or now is not self._last() or version_of(now) != self._version:
+        if self._is_spoilt or not self._is_as_left(now, version_of(now), now):
             return False
         left = self._replayed(now) if self._is_shared else self._restored()
         if into is None:
