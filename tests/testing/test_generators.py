@@ -48,6 +48,19 @@ def test_operators_draw_from_the_generator_of_the_block(draw):
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_they_do_so_in_inference_mode_too(draw):
+    """Which shows operators that otherwise call others before a mode sees them."""
+    with drawing_from(torch.Generator().manual_seed(3)):
+        plain = draw()
+    before = torch.get_rng_state()
+    with drawing_from(torch.Generator().manual_seed(3)), torch.inference_mode():
+        inferred = draw()
+
+    assert torch.equal(inferred, plain)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_numbers_are_those_of_the_generator():
     with drawing_from(generators(2, seed=3)[1]):
         drawn = torch.rand(5)
