@@ -17,22 +17,42 @@ TORCHRUN = {
     "MASTER_ADDR": "a",
     "MASTER_PORT": "29400",
 }
+# Slurm 22.05. The names are compared with those of a real step by slurm/test_slurm.py.
 SRUN = {
     "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "gpu[003-004]",
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "gpu004",
     "SLURM_NTASKS": "4",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_STEP_NODELIST": "gpu[003-004]",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
 }
+ONE_NODE = {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu004"}
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "gpu[003-004]",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURMD_NODENAME": "gpu003",
+    "SLURM_NTASKS": "4",
+}
+INTERACTIVE = {  # the shell of salloc
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "4294967290",
     "SLURM_PROCID": "0",
     "SLURM_NTASKS": "4",
-    "SLURM_JOB_NODELIST": "gpu[003-004]",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "gpu003",
 }
+ELSEWHERE = {"SLURM_PROCID": "0"}  # --distribution=arbitrary: rank 0 on the second node
 LWS = {
     "LWS_LEADER_ADDRESS": "run-0.run.default",
     "LWS_GROUP_SIZE": "4",
@@ -50,6 +70,8 @@ PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, Place("torchrun", 0, 1, "env://", False)),
         (TORCHRUN | SRUN, Place("torchrun", 2, 3, "env://", True)),
         (SRUN, Place("slurm", 3, 4, "tcp://gpu003:62865", False)),
+        (SRUN | ONE_NODE, Place("slurm", 3, 4, "tcp://127.0.0.1:62865", True)),
+        (SRUN | ELSEWHERE | {"MASTER_ADDR": "b"}, Place("slurm", 0, 4, "tcp://b:62865", False)),
         (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "1"}, Place("slurm", 3, 4, "tcp://b:1", False)),
         (LWS, Place("lws", 1, 4, "tcp://run-0.run.default:29500", False)),
         (LWS | {"MASTER_PORT": "7"}, Place("lws", 1, 4, "tcp://run-0.run.default:7", False)),
@@ -69,7 +91,7 @@ def test_each_launcher_gives_a_place(environment, place):
     [
         {},
         BATCH_SCRIPT,  # or each program in a batch script would take itself for a worker
-        SRUN | {"SLURM_STEP_NUM_TASKS": "1"},  # an interactive step
+        INTERACTIVE,
         PLAIN | {"WORLD_SIZE": "1"},
         {"RANK": "1", "WORLD_SIZE": "2"},  # nobody says where to meet
         TORCHRUN | {"GRADWIRE_LAUNCHER": "none"},
@@ -106,6 +128,14 @@ def test_a_launcher_that_is_named_and_did_not_start_the_process_is_an_error():
     with pytest.raises(UsageError, match="'pbs' is no launcher that gradwire knows") as error:
         place_in({"GRADWIRE_LAUNCHER": "pbs"})
     assert all(name in error.value.hint for name in LAUNCHERS)
+
+
+def test_rank_0_is_not_awaited_on_a_node_of_slurm_where_it_does_not_run():
+    with pytest.raises(
+        UsageError, match=r"rank 0 runs on gpu004, .* would meet on gpu003"
+    ) as error:
+        place_in(SRUN | ELSEWHERE)
+    assert "MASTER_ADDR=gpu004" in error.value.hint
 
 
 def test_a_variable_that_is_no_number_is_named():

@@ -92,17 +92,27 @@ def _torchrun(environment: Environment) -> Place:
 
 
 def _slurm(environment: Environment) -> Place:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    rank = _number(environment, "SLURM_PROCID")
+    is_one = environment.get("SLURM_STEP_NUM_NODES") == "1"
+    # Slurm knows nodes by names that need not resolve. One node needs none.
+    host = "127.0.0.1" if is_one else first_host(environment["SLURM_STEP_NODELIST"])
+    if rank == 0 and environment.get("SLURM_NODEID", "0") != "0":
+        _check_elsewhere(environment, host)
     # Steps of one job may run on one node at once, each with a rendezvous of its own.
     step = f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}"
     port = _SLURM_PORTS[zlib.crc32(step.encode()) % len(_SLURM_PORTS)]
-    return Place(
-        "slurm",
-        _number(environment, "SLURM_PROCID"),
-        _number(environment, "SLURM_STEP_NUM_TASKS"),
-        _meeting(environment, first_host(nodes), port),
-        environment.get("SLURM_STEP_NUM_NODES") == "1",
-    )
+    size = _number(environment, "SLURM_STEP_NUM_TASKS")
+    return Place("slurm", rank, size, _meeting(environment, host, port), is_one)
+
+
+def _check_elsewhere(environment: Environment, host: str) -> None:
+    """Raise UsageError if all would wait for rank 0 at the first node, and it runs on another."""
+    if not environment.get("MASTER_ADDR"):
+        node = environment.get("SLURMD_NODENAME", "another node")
+        raise UsageError(
+            f"the task of rank 0 runs on {node}, and workers would meet on {host}, the first node",
+            hint=f"set MASTER_ADDR={node} for every task, or give up srun --distribution=arbitrary",
+        )
 
 
 def _leader_worker_set(environment: Environment) -> Place:
@@ -133,7 +143,11 @@ LAUNCHERS: dict[str, Row] = {
     ),
     "job": Row(("JOB_COMPLETION_INDEX", "WORLD_SIZE", "MASTER_ADDR"), True, _indexed_job),
     # A batch script has SLURM_PROCID too; only a step of srun has the number of its tasks.
-    "slurm": Row(("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), False, _slurm),
+    "slurm": Row(
+        ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_PROCID"),
+        False,
+        _slurm,
+    ),
     "env": Row(("RANK", "WORLD_SIZE", "MASTER_ADDR"), False, _plain),
 }
 
