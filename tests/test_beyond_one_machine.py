@@ -59,7 +59,7 @@ def expected():
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_guide_works_from_its_first_command_to_its_last(directory):
-    *commands, last = of("sh")
+    *commands, last = [text for text in of("sh") if "srun" not in text]  # see tests/slurm
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     environment = os.environ | {
         "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
@@ -92,12 +92,6 @@ def test_the_variables_of_kubernetes_give_a_place():
 
     assert place == Place("job", 1, 2, "tcp://train-0.train:29500", is_one_machine=False)
     assert environment["GRADWIRE_TLS_KEY"] == "/run/secrets/job/{name}.key"
-
-
-def test_the_batch_script_has_six_lines():
-    (script,) = of("")
-    assert len(script.splitlines()) == 7 - 1
-    assert script.startswith("#!/bin/bash\n#SBATCH ")
 
 
 def test_every_launcher_of_the_table_is_in_the_guide():
