@@ -70,8 +70,11 @@ class Pipe:
         self.frames_received = 0
         link.pipes.append(self)
 
-    def put(self, item: _Item, deadline: float) -> bool:
-        """False if the pipe has ended; TimeoutError if there is no room by the deadline."""
+    def put(self, item: _Item, deadline: float, sent: Frame | None = None) -> bool:
+        """False if the pipe has ended; TimeoutError if there is no room by the deadline.
+
+        `sent` is marked as soon as the item is in.
+        """
         world, frame = self._network.world, item.frame
         text = _PROOF if frame is None else world.sent(frame)
         self._scheduler.maybe_preempt()
@@ -80,6 +83,8 @@ class Pipe:
                 raise TimeoutError
         if self._has_ended:
             return False
+        if sent is not None:
+            sent.has_left = True
         if self._link.is_stalled:
             self._held.append((item, text))
         else:

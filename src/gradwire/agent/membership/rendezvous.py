@@ -263,7 +263,10 @@ class _Rounds:
         # other. An earlier incarnation may have died at any step of its own rendezvous.
         keys = self._write_entry(round, job, world_size=0)
         self._wait(keys)
-        return self._met(round, self._read_entries(keys, job), job)
+        entries = self._read_entries(keys, job)
+        if self._me.id == 0 and not self._store.has([_go(round)]):  # it died before it said so
+            self._say_go(round, entries, job)
+        return self._met(round, entries, job)
 
     def _lead(self, round: str) -> Meeting:
         """As rank 0, which may host the store, and must not go while the others read."""
@@ -276,8 +279,7 @@ class _Rounds:
             raise
         self._check_sizes(keys, job)
         entries = self._read_entries(keys, job)
-        # In one value, so that n workers do not read n entries each.
-        self._store.set(_go(round), msgspec.json.encode(entries).decode(), job)
+        self._say_go(round, entries, job)
         meeting = self._met(round, entries, job)
         self._wait([f"{round}/read/{other}" for other in range(self._world_size)])
         return meeting
@@ -323,6 +325,10 @@ class _Rounds:
 
     def _read_entries(self, keys: list[str], job: str) -> list[RendezvousEntry]:
         return [_decode_entry(self._store.get(key, job)) for key in keys]
+
+    def _say_go(self, round: str, entries: list[RendezvousEntry], job: str) -> None:
+        """Write all entries as one value, so that n workers do not read n entries each."""
+        self._store.set(_go(round), msgspec.json.encode(entries).decode(), job)
 
     def _met(self, round: str, entries: list[RendezvousEntry], job: str) -> Meeting:
         members = [

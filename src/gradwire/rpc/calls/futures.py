@@ -330,14 +330,15 @@ class Future(torch.futures.Future[T]):
         self._environment.agent.dispatch.service.submit_or_run(job)
 
     def _complete(self) -> None:
-        if not self._is_completing:  # one step with the next line, which has no call either
+        if not self._is_completing:
             self._is_completing = True
             try:
                 # Exceptions are set as results, too: the unwrap function raises them.
                 _Native.set_result(self, self._pending.unpacked())
-            except BaseException:  # interrupted: `wait` lets another thread do it
-                self._is_completing = _Native.done(self)
-                raise
+            except BaseException as error:  # interrupted: `wait` lets another thread do it
+                self._is_completing = is_done = _Native.done(self)
+                if not (is_done and isinstance(error, RuntimeError)):  # else another was first
+                    raise
 
 
 def _report(callback_of: str, unseen: list[traceback.TracebackException]) -> None:
