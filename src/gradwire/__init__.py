@@ -37,6 +37,7 @@ from gradwire.optim.optimizer import DistributedOptimizer
 from gradwire.options import Limits, Options, Timeouts, Tls
 from gradwire.rpc.api import (
     get_worker_info,
+    get_worker_infos,
     incarnation,
     init_rpc,
     refusals,
@@ -75,6 +76,7 @@ __all__ = [  # in the order one learns them
     "expose",
     "register_codec",
     "get_worker_info",
+    "get_worker_infos",
     "WorkerInfo",
     "refusals",
     # keep something elsewhere

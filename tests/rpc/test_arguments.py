@@ -161,3 +161,10 @@ def test_the_parameters_of_an_optimizer_are_given_in_a_list(native):
 
     with pytest.raises(ArgumentTypeError, match="params_rref is one reference, not a list of them"):
         native[0].run(made)
+
+
+def test_all_workers_are_known_by_name_and_id():
+    with cluster(3) as workers:
+        infos = workers[1].run(gw.get_worker_infos)
+
+    assert [(info.name, info.id) for info in infos] == [("w0", 0), ("w1", 1), ("w2", 2)]

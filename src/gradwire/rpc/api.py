@@ -128,6 +128,14 @@ def get_worker_info(name: To | None = None) -> WorkerInfo:
     return directory.me if name is None else directory.find(name)
 
 
+def get_worker_infos() -> list[WorkerInfo]:
+    """The names and ids of all workers, this one included, by id; those present in an open world.
+
+    A program that a launcher starts learns here how many there are.
+    """
+    return _here().directory.all()
+
+
 def incarnation(worker: To | None = None) -> int:
     """The incarnation of a worker, as far as is known here; of this one without an argument.
 
