@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import gradwire
 from gradwire.agent.peers.secret import new_secret_text, write_secret
 from gradwire.errors import GradwireError
 from gradwire.options import with_workers
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"gradwire {gradwire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     run = commands.add_parser("run", help="start a program whose gradwire.run() starts N workers")

@@ -7,6 +7,7 @@ import stat
 
 import pytest
 
+import gradwire
 from gradwire import Options
 from gradwire.__main__ import main
 from gradwire.agent.peers.secret import find_secret
@@ -45,6 +46,13 @@ def test_the_help_has_examples(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "gradwire run -n 3 train.py" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"gradwire {gradwire.__version__}\n"
 
 
 def test_run_becomes_the_program_and_says_how_many_workers(monkeypatch):
