@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,19 @@ def test_the_error_is_that_of_the_second(transports, listener):
 
     with pytest.raises(PeerLost, match=r"tls://127\.0\.0\.1:"):
         transports.connect(there, time.monotonic() + 10)
+
+
+def test_where_machines_cannot_be_told_apart_there_is_one_address(monkeypatch, listener):
+    monkeypatch.setattr(near, "_BOOT_ID", Path("/nowhere"))
+    near.this_machine.cache_clear()
+    try:
+        transports = transports_for(options(), "w0")
+        alone = listen(transports, options())
+        alone.close()
+        assert alone.address.startswith("tls://127.0.0.1:")
+        assert remote_of(transports, listener.address).startswith("tls://127.0.0.1:")
+    finally:
+        near.this_machine.cache_clear()
 
 
 def test_the_socket_is_removed_at_the_end(transports):

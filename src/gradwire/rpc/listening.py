@@ -14,7 +14,7 @@ from gradwire.errors import UsageError
 from gradwire.options import Options, Tls, rendezvous_host, tls_from_environment
 from gradwire.transport.address import NEAR, Address, Transports, parse_address
 from gradwire.transport.base import Listener, Transport
-from gradwire.transport.near import ManyListeners, NearTransport
+from gradwire.transport.near import ManyListeners, NearTransport, this_machine
 from gradwire.transport.shared_memory import SHARED_AT_MOST
 from gradwire.transport.tcp import TcpTransport, is_wildcard
 from gradwire.transport.tls import ONE_AUTHORITY, TlsTransport
@@ -103,6 +103,8 @@ def listen(transports: Transports, options: Options) -> Listener:
 
 def _listen_near_and_far(transports: Transports, host: str) -> Listener:
     far = _listen_at(transports, str(Address("tcp", _local_address_towards(host), 0)))
+    if not this_machine():
+        return far
     try:
         return ManyListeners([transports.listen(NEAR), far])
     except BaseException:
