@@ -87,6 +87,17 @@ def use(owner, peer):
     peer.taken(S)
 
 
+def test_what_is_written_is_on_the_device_when_write_returns(fake, words):
+    """A copy from pageable memory may return before; one back to the host ends after it."""
+    block(fake, words.marks(0)).write(b"proof")
+
+    _, (_, to, _, length, _), (_, _, back_from, back_length, _) = [
+        None,
+        *(call for call in fake.calls if call[0] == "cudaMemcpy"),
+    ]
+    assert (to, length) == (back_from, back_length) == (4096, 5)
+
+
 def test_streams_wait_only_for_marks_that_have_not_come(fake, words):
     owner, peer = block(fake, words.marks(3)), block(fake, words.marks(3), is_own=False)
     run(fake, words)

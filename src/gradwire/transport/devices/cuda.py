@@ -157,6 +157,9 @@ class CudaBlock:
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         copy = self._cuda.runtime.cudaMemcpy
         _checked(copy(self._pointer, source.data_ptr(), len(data), self._copies))
+        # From pageable memory the copy may return before the device has the bytes, and another
+        # process would read what was there before. Reading back ends after it.
+        self.read(len(data))
 
     def is_behind(self) -> bool:
         """Whether streams of this process wait for a mark of the other one."""
