@@ -55,6 +55,7 @@ from gradwire.rpc.rref import RRef
 
 if typing.TYPE_CHECKING:
     from gradwire import compat as compat
+    from gradwire import ray as ray
     from gradwire import testing as testing
 
 __version__ = "0.1.0.dev0"
@@ -123,7 +124,7 @@ __all__ = [  # in the order one learns them
 
 
 def __getattr__(name: str) -> typing.Any:  # noqa: ANN401
-    """Import `gradwire.testing` and `gradwire.compat` on first use: few programs need them."""
-    if name in ("compat", "testing"):
+    """Import `gradwire.testing`, `compat` and `ray` on first use: few programs need them."""
+    if name in ("compat", "ray", "testing"):
         return importlib.import_module(f"gradwire.{name}")
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

@@ -35,7 +35,7 @@ from gradwire.rpc.worker import Exposed
 T = TypeVar("T")
 _log = logging.getLogger("gradwire")
 
-_EXIT_SECONDS = 10.0  # for a process to exit after its worker has left
+EXIT_SECONDS = 10.0  # for a process to exit after its worker has left
 
 
 def run(
@@ -95,16 +95,16 @@ def run(
     if place is not None:
         in_place.check(place, world_size, timeout, restarts, options)
         return in_place.run_in_place(place, fn, positional(args), expose, options, names)
-    _check_program(fn)
+    check_program(fn)
     world_size = _size(world_size)
     check_arguments(world_size, options, timeout, restarts)
-    job = _given(fn, args, expose)
+    job = given_to_run(fn, args, expose)
     state = RunState(
         world_size,
         time.monotonic(),
         start=options.timeouts.join,
         whole=math.inf if timeout is None else timeout,
-        leave=options.timeouts.shutdown + _EXIT_SECONDS,
+        leave=options.timeouts.shutdown + EXIT_SECONDS,
         restarts=restarts,
     )
     with (
@@ -118,7 +118,7 @@ def run(
         return cast(T, unpickled(workers[0].returned.read_bytes(), "what the function returned"))
 
 
-def _given(fn: Callable[..., object], args: object, expose: Exposed) -> bytes:
+def given_to_run(fn: Callable[..., object], args: object, expose: Exposed) -> bytes:
     """What workers are to do, as a pickle."""
     return pickled(
         (fn, positional(args), listed(expose)),
@@ -210,7 +210,7 @@ def check_arguments(
         )
 
 
-def _check_program(fn: Callable[..., object]) -> None:
+def check_program(fn: Callable[..., object]) -> None:
     """Check that workers can import the program, each in a new process, and are not doing it."""
     # multiprocessing sets this while a spawned process imports the script.
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -94,18 +94,25 @@ def write_secret(path: Path) -> str:
 
 
 @contextmanager
-def shared_secret() -> Iterator[str]:
-    """The path of a new secret for processes of this user and machine, until the end of the block.
+def in_memory(name: str, data: bytes) -> Iterator[str]:
+    """The path of these bytes for processes of this user and machine, until the end of the block.
 
-    It is in memory that is reached through this process, so it is gone when the process is killed.
+    They are in memory that is reached through this process, so they are gone when it is killed.
     """
-    file = os.memfd_create(_SHARED_NAME)
+    file = os.memfd_create(name)
     try:
         os.fchmod(file, _PRIVATE)
-        os.write(file, new_secret_text().encode())
+        os.write(file, data)
         yield f"/proc/{os.getpid()}/fd/{file}"
     finally:
         os.close(file)
+
+
+@contextmanager
+def shared_secret() -> Iterator[str]:
+    """The path of a new secret in memory, until the end of the block."""
+    with in_memory(_SHARED_NAME, new_secret_text().encode()) as path:
+        yield path
 
 
 def read_shared(path: str) -> Secret:

@@ -1,0 +1,87 @@
+"""What the workers of one job on Ray are given: orders, keys, and where they meet."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import final
+
+import ray
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from gradwire.agent.peers.secret import new_secret_text
+from gradwire.options import Options
+from gradwire.ray.seat import Keys, Orders, Script
+from gradwire.ray.seats import Seats
+from gradwire.transport.address import Address
+
+
+@final
+class Job:
+    """One closed world: the driver hosts the store where its workers meet.
+
+    So any worker may die and come back. On one node workers listen on unix sockets in a private
+    directory; between nodes they use TLS, and each gets a certificate for its name.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        options: Options,
+        given: bytes,
+        script: Script | None,
+        seats: Seats,
+        *,
+        may_restart: bool,
+    ) -> None:
+        self._names, self._script, self._seats = names, script, seats
+        self._stack = ExitStack()
+        self._secret = None if options.secret else new_secret_text().encode()
+        self._given = ray.put(given)
+        self._over = f"gradwire/over {secrets.token_hex(16)}" if may_restart else None
+        host = ray.util.get_node_ip_address()
+        self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        meeting = Address("tcp", host, self.store.port)
+        self._options = replace(options, init_method=str(meeting))
+        self._incarnations = [0] * len(names)
+
+    def __enter__(self) -> Job:
+        prefix = "gradwire-ray-"
+        made = self._stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
+        self._home = Path(made)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, rank: int) -> None:
+        """Start the actor of a worker."""
+        self._seats.start(self.orders(rank), self.keys(rank), self._given)
+
+    def restart(self, rank: int) -> int:
+        """Start the next incarnation of a worker; returns its number."""
+        self._incarnations[rank] += 1
+        self.start(rank)
+        return self._incarnations[rank]
+
+    def end(self) -> None:
+        """Tell workers that are restarted from now on that the function has returned."""
+        if self._over is not None:
+            self.store.set(self._over, "")
+
+    def orders(self, rank: int) -> Orders:
+        """What the worker is told."""
+        incarnation = self._incarnations[rank]
+        listen = f"unix://{self._home / f'w{rank}.{incarnation}.socket'}"
+        options = replace(self._options, incarnation=incarnation, listen=listen)
+        where = (ray.util.get_node_ip_address(), self.store.port)
+        size = len(self._names)
+        return Orders(self._names[rank], rank, size, options, where, self._script, self._over)
+
+    def keys(self, rank: int) -> Keys:
+        """What only the worker may know."""
+        return Keys(self._secret, None)
