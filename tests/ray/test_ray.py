@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from tests.leftovers import eventually
 from tests.ray.conftest import ROOT
 
 pytestmark = [
@@ -44,3 +46,127 @@ def test_without_ray_the_error_says_what_to_install():
 
     assert "UsageError: gradwire.ray needs the library ray" in done.stderr
     assert "pip install 'gradwire[ray]'" in done.stderr
+
+
+PROGRAM = '''
+import os, signal, sys, time
+
+import ray
+import torch
+
+import gradwire
+
+
+class Told(Exception):
+    """An error of the script's own."""
+
+
+def fail():
+    raise Told("as told")
+
+
+def end():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def call(function):
+    print("calling", flush=True)
+    gradwire.rpc_sync("w1", function)
+
+
+def wait():
+    time.sleep(100)
+
+
+def attempt(*args, **kwargs):
+    try:
+        print("value", gradwire.ray.run(*args, **kwargs))
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}")
+        print("cause", repr(error.__cause__))
+        return error
+
+
+if __name__ == "__main__":
+'''
+
+
+def with_program(body: str) -> str:
+    """The program above, whose main part is this."""
+    return PROGRAM + "    " + body.strip().replace("\n", "\n    ") + "\n"
+
+
+def test_an_error_of_a_worker_has_its_own_type_and_names_the_worker(one_node):
+    out = one_node.run(
+        with_program("""
+error = attempt(call, 2, args=(fail,))
+assert isinstance(error, Told) and error.worker == "w1", error
+""")
+    )
+
+    assert "RemoteTold: Told on w1: as told" in out
+    assert one_node.ask("left") == "[]"
+
+
+def test_an_actor_that_dies_is_named_and_nothing_is_left(one_node):
+    out = one_node.run(with_program("attempt(call, 2, args=(end,))"))
+
+    assert re.search(r"PeerLost: w1 died \(.+\) while it was at work", out)
+    assert "cause RemotePeerLost(" in out
+    assert one_node.ask("left") == "[]"
+
+
+def test_ctrl_c_leaves_nothing(one_node):
+    driver = one_node.start(with_program("attempt(call, 2, args=(wait,))"))
+    try:
+        assert any("calling" in line for line in driver.stdout)
+        driver.send_signal(signal.SIGINT)
+        out, _ = driver.communicate(timeout=60)
+    finally:
+        driver.kill()
+        driver.communicate()
+
+    assert "KeyboardInterrupt" in out
+    assert one_node.ask("left") == "[]"
+
+
+def test_a_driver_that_is_killed_leaves_nothing(one_node):
+    driver = one_node.start(with_program("attempt(call, 2, args=(wait,))"))
+    try:
+        assert any("calling" in line for line in driver.stdout)
+    finally:
+        driver.kill()
+        driver.communicate()
+
+    assert eventually(lambda: one_node.ask("left") == "[]", 60)
+
+
+def test_what_cannot_be_placed_or_sent_is_an_error_that_says_how(one_node):
+    out = one_node.run(
+        with_program("""
+soon = gradwire.Options(timeouts=gradwire.Timeouts(join=2))
+attempt(end, 2, resources={"CPU": 1, "scanner": 1}, options=soon)
+attempt(end, 2, resources={})
+attempt(end, 2, strategy="SPRAY")
+attempt(lambda: 0, 2)
+attempt(time.time, 2, timeout=0)
+""")
+    )
+
+    assert re.search(
+        r"JoinTimeout: Ray found no places for 2 workers within 2 s: each needs "
+        r"{'CPU': 1, 'scanner': 1}, PACK; the cluster has {.*'CPU': 4",
+        out,
+    )
+    assert "UsageError: a worker cannot be placed by resources={}" in out
+    assert "UsageError: Ray makes no placement group of these bundles: " in out
+    assert "UsageError: what run() was given cannot be pickled" in out
+    assert "UsageError: run(timeout=0) is not a positive, finite number" in out
+    assert one_node.ask("left") == "[]"
+
+
+def test_a_script_without_a_guard_is_told_so(one_node):
+    out = one_node.run("import gradwire, time\ngradwire.ray.run(time.time, 2)\n")
+
+    assert "run() was called while a worker was importing the script" in out
+    assert 'if __name__ == "__main__":' in out

@@ -21,7 +21,8 @@ Resources = Mapping[str, float]
 _LOOK_AGAIN_SECONDS = 1.0
 _FETCH_SECONDS = 60.0
 _END_SECONDS = 10.0
-_MOST_REASON = 500
+_MOST_REASON = 300
+_GUESSES = " Some common causes"
 _NO_REASON = ("The actor died", "class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 _NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
@@ -159,6 +160,8 @@ def _checked(resources: Resources | None) -> dict[str, float]:
 
 def _reason(error: Exception) -> str:
     """What Ray says about the end of an actor, in one line."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = " ".join(line for line in lines if line and not line.startswith(_NO_REASON))
-    return (said or lines[0])[-_MOST_REASON:]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if getattr(error, "actor_init_failed", False):  # a traceback
+        return lines[-1][:_MOST_REASON]
+    said = " ".join(line for line in lines if not line.startswith(_NO_REASON))
+    return (said or lines[0]).partition(_GUESSES)[0][:_MOST_REASON].rstrip(".")
