@@ -95,3 +95,11 @@ def one_node():
     cluster = LocalRay([4])
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="module")
+def three_nodes():
+    """The driver's has no CPU, so workers are on the two others."""
+    cluster = LocalRay([0, 2, 2])
+    yield cluster
+    cluster.close()

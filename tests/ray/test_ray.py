@@ -170,3 +170,110 @@ def test_a_script_without_a_guard_is_told_so(one_node):
 
     assert "run() was called while a worker was importing the script" in out
     assert 'if __name__ == "__main__":' in out
+
+
+TRAINING = """
+STEPS, KILL_IN = 6, 3
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+    def load(self, state):
+        self.load_state_dict(state)
+
+    def state(self):
+        return {name: value.clone() for name, value in self.state_dict().items()}
+
+    def parameter_refs(self):
+        return [gradwire.RRef(parameter) for parameter in self.parameters()]
+
+
+def kill_raylet():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(100)  # the actor ends when it notices, in the middle of this call
+
+
+def place():
+    return ray.get_runtime_context().get_node_id(), gradwire.incarnation()
+
+
+def train(killer):
+    torch.set_num_threads(1)
+    parts, states, optimizer = {}, {}, None
+
+    def build(attempt=None):
+        nonlocal optimizer
+        parts["w0"] = gradwire.remote("w0", Layer, args=(0,))
+        parts["w1"] = gradwire.remote("w1", Layer, args=(1,))
+        for name, state in states.items():
+            parts[name].rpc_sync().load(state)
+        refs = [ref for part in parts.values() for ref in part.rpc_sync().parameter_refs()]
+        optimizer = gradwire.DistributedOptimizer(torch.optim.SGD, refs, lr=0.1)
+
+    build()
+    committed = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 8, dtype=torch.float64, generator=generator)
+        for attempt in gradwire.retrying(times=3, restore=build):
+            with attempt:
+                optimizer.zero_grad()
+                hidden = parts["w0"].rpc_sync().forward(x)
+                loss = parts["w1"].rpc_sync().forward(hidden).square().mean()
+                if step == KILL_IN and attempt.number == 0 and killer:
+                    gradwire.rpc_sync("w1", killer)
+                loss.backward()
+                optimizer.step()
+                new = {name: part.rpc_sync().state() for name, part in parts.items()}
+        states.update(new)
+        weights = [value for state in new.values() for value in state.values()]
+        committed.append((loss.item().hex(), *[float(w.sum()).hex() for w in weights]))
+    return committed, gradwire.rpc_sync("w1", place), place()
+"""
+
+
+def with_training(body: str) -> str:
+    return with_program(body).replace("def attempt(", TRAINING + "\n\ndef attempt(")
+
+
+def test_an_actor_that_dies_is_restarted_and_the_next_committed_step_is_exact(one_node):
+    out = one_node.run(
+        with_training("""
+quiet, _, _ = gradwire.ray.run(train, 2, args=(None,))
+steps, (_, incarnation), _ = gradwire.ray.run(train, 2, args=(end,), restarts=1)
+assert incarnation == 1
+assert steps == quiet
+print(len(steps), "steps are equal")
+""")
+    )
+
+    assert "6 steps are equal" in out
+    assert re.search(r"w1 died \(.+\) while it was at work; restarted as incarnation 1", out)
+    assert one_node.ask("left") == "[]"
+
+
+def test_a_node_that_dies_in_a_step_is_named_and_its_worker_restarted_elsewhere(three_nodes):
+    out = three_nodes.run(
+        with_training("""
+on_two = {"strategy": "SPREAD"}
+quiet, (first, _), (other, _) = gradwire.ray.run(train, 2, args=(None,), **on_two)
+assert first != other
+found = gradwire.ray.run(train, 2, args=(kill_raylet,), restarts=1, **on_two)
+steps, (node, incarnation), (other, mine) = found
+assert (incarnation, mine) == (1, 0)
+assert node == other, "only one node is left"
+assert steps == quiet
+print(len(steps), "steps are equal")
+""")
+    )
+
+    assert "6 steps are equal" in out
+    assert re.search(r"w1 died \(.+\) while it was at work; restarted as incarnation 1", out)
+    assert three_nodes.ask("left") == "[]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -45,14 +46,17 @@ class Job:
         self._over = f"gradwire/over {secrets.token_hex(16)}" if may_restart else None
         host = ray.util.get_node_ip_address()
         self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        meeting = Address("tcp", host, self.store.port)
-        self._options = replace(options, init_method=str(meeting))
+        self._where = host, self.store.port
+        self._options = replace(options, init_method=str(Address("tcp", *self._where)))
         self._incarnations = [0] * len(names)
 
     def __enter__(self) -> Job:
         prefix = "gradwire-ray-"
         made = self._stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
         self._home = Path(made)
+        self._is_near = self._seats.is_on_one_node()
+        has_own = self._options.tls is not None or self._options.insecure
+        self._tls = {} if self._is_near or has_own else certificates(self._names)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,12 +80,27 @@ class Job:
     def orders(self, rank: int) -> Orders:
         """What the worker is told."""
         incarnation = self._incarnations[rank]
-        listen = f"unix://{self._home / f'w{rank}.{incarnation}.socket'}"
-        options = replace(self._options, incarnation=incarnation, listen=listen)
-        where = (ray.util.get_node_ip_address(), self.store.port)
-        size = len(self._names)
-        return Orders(self._names[rank], rank, size, options, where, self._script, self._over)
+        options = replace(self._options, incarnation=incarnation)
+        if self._is_near and options.listen in ("auto", "unix"):
+            # A new name: a peer that still connects to the old incarnation must not reach it.
+            socket = self._home / f"w{rank}.{incarnation}.socket"
+            options = replace(options, listen=f"unix://{socket}")
+        name, size = self._names[rank], len(self._names)
+        return Orders(name, rank, size, options, self._where, self._script, self._over)
 
     def keys(self, rank: int) -> Keys:
         """What only the worker may know."""
-        return Keys(self._secret, None)
+        return Keys(self._secret, self._tls.get(self._names[rank]))
+
+
+def certificates(names: Sequence[str]) -> dict[str, tuple[bytes, bytes, bytes]]:
+    """For each worker its certificate, its key, and an authority whose key is kept nowhere."""
+    certs = importlib.import_module("gradwire.launch.certs")  # needs the library cryptography
+    with tempfile.TemporaryDirectory(prefix="gradwire-certs-") as made:
+        folder = certs.Folder(Path(made))
+        certs.make(folder, names)
+        shared = folder.authority.read_bytes()
+        return {
+            name: (folder.certificate(name).read_bytes(), folder.key(name).read_bytes(), shared)
+            for name in names
+        }
