@@ -33,18 +33,16 @@ def main() -> None:
     memory = {"object_store_memory": 100_000_000}
     head = {"num_cpus": first, "_system_config": DEAD_SOON, **memory}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(num_cpus=cpus, **memory) for cpus in others]
+    for cpus in others:
+        cluster.add_node(num_cpus=cpus, **memory)
     cluster.wait_for_nodes()
     print("said", cluster.address, flush=True)
     for line in sys.stdin:
         match line.split():
             case ["left"]:
                 print("said", left(cluster.address), flush=True)
-            case ["kill", number]:
-                cluster.remove_node(nodes[int(number)], allow_graceful=False)
-                print("said killed", flush=True)
             case ["add", cpus]:
-                nodes.append(cluster.add_node(num_cpus=int(cpus), **memory))
+                cluster.add_node(num_cpus=int(cpus), **memory)
                 cluster.wait_for_nodes()
                 print("said added", flush=True)
     cluster.shutdown()

@@ -277,3 +277,95 @@ print(len(steps), "steps are equal")
     assert "6 steps are equal" in out
     assert re.search(r"w1 died \(.+\) while it was at work; restarted as incarnation 1", out)
     assert three_nodes.ask("left") == "[]"
+    assert three_nodes.ask("add 2") == "added"  # for the next tests
+
+
+SEARCH = '''
+import glob, hashlib, os
+from pathlib import Path
+
+PRIVATE = "PRIVATE" + " KEY"  # this text is in a file
+
+
+def secret():
+    return hashlib.sha256(b"the secret of a test").hexdigest()
+
+
+def holders(needles):
+    """Files, arguments, environments and shared memory of all processes that hold one of these."""
+    places = [p for p in Path(os.environ["RAY_TMPDIR"]).rglob("*") if p.is_file()]
+    places += map(Path, glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"))
+    for link in glob.glob("/proc/[0-9]*/fd/*"):
+        try:
+            if os.readlink(link).startswith(("/memfd", "/dev/shm", "/tmp")):
+                places.append(Path(link))
+        except OSError:
+            continue
+    found, seen = [], 0
+    for place in places:
+        try:
+            data = place.read_bytes()
+        except OSError:
+            continue
+        seen += 1
+        found += [str(place) for needle in needles if needle.encode() in data]
+    assert seen > 30, seen
+    return found
+
+
+def search_for_secret():
+    with open(os.path.join(os.environ["RAY_TMPDIR"], "known"), "w") as file:
+        file.write(secret())
+    known = holders([secret()])
+    os.unlink(file.name)
+    return known, holders([secret(), PRIVATE])
+
+
+def call_search():
+    return gradwire.rpc_sync("w1", search_for_secret)
+'''
+
+
+def test_nothing_of_ray_holds_the_secret_or_a_key(three_nodes):
+    body = """
+import gradwire.ray.job
+gradwire.ray.job.new_secret_text = secret
+known, found = gradwire.ray.run(call_search, 2, options=gradwire.Options(
+    timeouts=gradwire.Timeouts(call=90)))
+assert len(known) == 1, known
+print("during", found, "after", holders([secret(), PRIVATE]))
+print(ray.cluster_resources() and "state", secret() in str(ray._private.state.actors()))
+"""
+    out = three_nodes.run(SEARCH + with_program(body))
+
+    assert "during [] after []" in out
+    assert "state False" in out
+
+
+def test_if_the_caller_dies_its_next_incarnation_calls_the_function_again(one_node):
+    out = one_node.run(
+        with_program("attempt(die_once, 2, restarts=1)").replace(
+            "def wait(",
+            "def die_once():\n"
+            "    if not gradwire.incarnation():\n"
+            "        end()\n"
+            "    return gradwire.incarnation(), gradwire.incarnation('w1')\n\n\n"
+            "def wait(",
+        )
+    )
+
+    assert "value (1, 0)" in out
+
+
+def test_without_cryptography_nodes_need_an_explicit_choice(three_nodes):
+    out = three_nodes.run(
+        with_program("""
+sys.modules["cryptography"] = None
+attempt(os.getpid, 2)
+print("insecure", gradwire.ray.run(sum, 2, ([1, 2],), options=gradwire.Options(insecure=True)))
+""")
+    )
+
+    assert "UsageError: to make certificates, gradwire needs the library cryptography" in out
+    assert "insecure 3" in out
+    assert three_nodes.ask("left") == "[]"
