@@ -369,3 +369,52 @@ print("insecure", gradwire.ray.run(sum, 2, ([1, 2],), options=gradwire.Options(i
     assert "UsageError: to make certificates, gradwire needs the library cryptography" in out
     assert "insecure 3" in out
     assert three_nodes.ask("left") == "[]"
+
+
+def test_the_driver_calls_the_workers_as_one_of_them(three_nodes):
+    out = three_nodes.run(
+        with_training("""
+with gradwire.ray.workers(3, strategy="SPREAD") as names:
+    assert names == ["w1", "w2", "w3"], names
+    places = {gradwire.rpc_sync(name, place)[0] for name in names}
+    x = torch.ones(3, requires_grad=True)
+    gradwire.rpc_sync("w3", torch.sin, args=(x,)).sum().backward()
+    print(len(places), "nodes,", torch.equal(x.grad, x.detach().cos()))
+from gradwire.current import current_worker
+print("a worker no more:", current_worker.maybe_default())
+try:
+    with gradwire.ray.workers(1):
+        raise Told("in the block")
+except Told as error:
+    print("told", error)
+""")
+    )
+
+    assert "2 nodes, True" in out
+    assert "a worker no more: None" in out
+    assert "told in the block" in out
+    assert three_nodes.ask("left") == "[]"
+
+
+def test_the_driver_trains_on_when_an_actor_is_restarted(one_node):
+    out = one_node.run(
+        with_training("""
+with gradwire.ray.workers(1):
+    quiet, _, _ = train(None)
+with gradwire.ray.workers(1, restarts=1):
+    steps, (_, incarnation), _ = train(end)
+assert incarnation == 1
+assert steps == quiet
+print(len(steps), "steps are equal")
+with gradwire.ray.workers(2):
+    try:
+        call(end)
+    except gradwire.PeerLost as error:
+        print("lost:", error.message)
+    print("w2 still answers:", gradwire.rpc_sync("w2", place)[1] == 0)
+""")
+    )
+
+    assert "6 steps are equal" in out
+    assert "lost: w1 was lost" in out
+    assert one_node.ask("left") == "[]"

@@ -1,7 +1,7 @@
 """gradwire on Ray: each worker is an actor. Needs `pip install 'gradwire[ray]'` on every node.
 
 seat.py is the actor of a worker, seats.py finds places for the actors, job.py is what they are
-given, run.py and world.py are the two public functions. Read run.py first.
+given, supervisor.py restarts them, and run.py and world.py have the two public functions.
 """
 
 from gradwire.errors import UsageError
@@ -14,5 +14,6 @@ except ImportError as missing:
     ) from missing
 
 from gradwire.ray.run import run
+from gradwire.ray.world import workers
 
-__all__ = ["run"]
+__all__ = ["run", "workers"]

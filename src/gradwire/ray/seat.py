@@ -132,7 +132,7 @@ class Seat:
     def _work(self, keys: Keys) -> Report:
         assert self._orders is not None, "prepare() comes first"
         fn, args, expose = self._given
-        worker = _joined(self._orders, keys, expose)
+        worker = joined(self._orders, keys, expose)
         gc.freeze()  # see launch/child.py
         if self._orders.rank != CALLER:
             self._serve(worker, self._orders.over)
@@ -163,7 +163,7 @@ class Seat:
         return LEFT, b""
 
 
-def _joined(orders: Orders, keys: Keys, expose: Any) -> Worker:  # noqa: ANN401
+def joined(orders: Orders, keys: Keys, expose: Any) -> Worker:  # noqa: ANN401
     """Join as the default worker. The keys are read once, from memory that is then closed."""
     (host, port), options = orders.store, orders.options
     patience = timedelta(seconds=options.timeouts.join)
