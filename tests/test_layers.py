@@ -126,7 +126,7 @@ def test_what_is_between_a_process_and_its_children_is_for_the_launcher_only():
 def test_what_unpickles_is_reached_by_the_launcher_only():
     users = [spoken(p) for p in FILES if "gradwire.launch.child" in imports(p)]
 
-    assert users == ["launch/run.py", "ray/run.py", "ray/seat.py"]
+    assert users == ["launch/run.py", "ray/run.py", "ray/seat.py", "ray/supervisor.py"]
 
 
 def test_no_file_is_a_drawer_for_everything():

@@ -12,8 +12,8 @@ from ray.cluster_utils import Cluster
 
 DEAD_SOON = {
     "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 300,
-    "health_check_failure_threshold": 3,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 10,
 }
 
 
@@ -31,7 +31,7 @@ def left(address: str) -> str:
 def main() -> None:
     first, *others = map(int, sys.argv[1:])
     memory = {"object_store_memory": 100_000_000}
-    head = {"num_cpus": first, "_system_config": DEAD_SOON, **memory}
+    head = {"num_cpus": first, "num_gpus": 2, "_system_config": DEAD_SOON, **memory}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for cpus in others:
         cluster.add_node(num_cpus=cpus, **memory)
@@ -43,7 +43,6 @@ def main() -> None:
                 print("said", left(cluster.address), flush=True)
             case ["add", cpus]:
                 cluster.add_node(num_cpus=int(cpus), **memory)
-                cluster.wait_for_nodes()
                 print("said added", flush=True)
     cluster.shutdown()
 

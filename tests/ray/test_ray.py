@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 EXAMPLE = (ROOT / "examples" / "03_pipeline.py").read_text()
+GUIDE = ROOT / "docs" / "guide" / "ray-section.md"
 
 
 def losses(text: str) -> list[str]:
@@ -418,3 +419,68 @@ with gradwire.ray.workers(2):
     assert "6 steps are equal" in out
     assert "lost: w1 was lost" in out
     assert one_node.ask("left") == "[]"
+
+
+BESIDE = """
+def triple(x):
+    return 3 * x
+"""
+
+
+def test_a_worker_sees_its_own_gpus_and_the_modules_beside_the_script(one_node):
+    (one_node.path / "beside.py").write_text(BESIDE)
+    out = one_node.run("""
+        import os
+
+        import beside
+        import ray
+        import torch
+
+        import gradwire
+
+
+        def gpus():
+            return os.environ["CUDA_VISIBLE_DEVICES"], ray.get_gpu_ids()
+
+
+        def main():
+            tripled = gradwire.rpc_sync("w1", beside.triple, args=(torch.ones(1),))
+            return gpus(), gradwire.rpc_sync("w1", gpus), tripled.item()
+
+
+        if __name__ == "__main__":
+            each = {"CPU": 1, "GPU": 1}
+            print(gradwire.ray.run(main, 2, resources=each, expose=[beside]))
+    """)
+
+    assert "(('0', [0]), ('1', [1]), 3.0)" in out or "(('1', [1]), ('0', [0]), 3.0)" in out
+
+
+def test_what_a_node_does_not_have_is_named(one_node):
+    out = one_node.run(
+        with_program("attempt(wait, 1)").replace(
+            "import ray\n", "import ray\nif __name__ != '__main__':\n    import only_here\n", 1
+        )
+    )
+    assert (
+        "UsageError on w0: w0 could not import the script: ModuleNotFoundError: No module named "
+        "'only_here'" in out
+    )
+    assert 'ray.init(runtime_env={"working_dir": "."})' in out
+
+    out = one_node.run(
+        with_program(
+            'ray.init(runtime_env={"env_vars": {"PYTHONPATH": "/nowhere"}})\nattempt(wait, 1)'
+        )
+    )
+    assert "PeerLost: w0 died (ModuleNotFoundError: No module named 'gradwire') while it" in out
+    assert "hint: gradwire must be installed on every node" in out
+
+
+def test_the_program_of_the_guide_runs(one_node):
+    (program,) = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
+
+    out = one_node.run(program)
+
+    assert "run: [0.54030" in out
+    assert "workers: [0.0, 0.0]" in out

@@ -6,7 +6,6 @@ import importlib
 import secrets
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import final
@@ -40,27 +39,24 @@ class Job:
         may_restart: bool,
     ) -> None:
         self._names, self._script, self._seats = names, script, seats
-        self._stack = ExitStack()
         self._secret = None if options.secret else new_secret_text().encode()
         self._given = ray.put(given)
         self._over = f"gradwire/over {secrets.token_hex(16)}" if may_restart else None
-        host = ray.util.get_node_ip_address()
-        self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._where = host, self.store.port
-        self._options = replace(options, init_method=str(Address("tcp", *self._where)))
         self._incarnations = [0] * len(names)
+        self._is_near = seats.are_on_one_node()
+        has_own = options.tls is not None or options.insecure
+        self._tls = {} if self._is_near or has_own else _certificates(names)
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._where = host, self._store.port
+        self._options = replace(options, init_method=str(Address("tcp", *self._where)))
+        self._home = tempfile.TemporaryDirectory(prefix="gradwire-ray-")
 
     def __enter__(self) -> Job:
-        prefix = "gradwire-ray-"
-        made = self._stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
-        self._home = Path(made)
-        self._is_near = self._seats.is_on_one_node()
-        has_own = self._options.tls is not None or self._options.insecure
-        self._tls = {} if self._is_near or has_own else certificates(self._names)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._home.cleanup()
 
     def start(self, rank: int) -> None:
         """Start the actor of a worker."""
@@ -75,7 +71,7 @@ class Job:
     def end(self) -> None:
         """Tell workers that are restarted from now on that the function has returned."""
         if self._over is not None:
-            self.store.set(self._over, "")
+            self._store.set(self._over, "")
 
     def orders(self, rank: int) -> Orders:
         """What the worker is told."""
@@ -83,7 +79,7 @@ class Job:
         options = replace(self._options, incarnation=incarnation)
         if self._is_near and options.listen in ("auto", "unix"):
             # A new name: a peer that still connects to the old incarnation must not reach it.
-            socket = self._home / f"w{rank}.{incarnation}.socket"
+            socket = Path(self._home.name, f"w{rank}.{incarnation}.socket")
             options = replace(options, listen=f"unix://{socket}")
         name, size = self._names[rank], len(self._names)
         return Orders(name, rank, size, options, self._where, self._script, self._over)
@@ -93,7 +89,7 @@ class Job:
         return Keys(self._secret, self._tls.get(self._names[rank]))
 
 
-def certificates(names: Sequence[str]) -> dict[str, tuple[bytes, bytes, bytes]]:
+def _certificates(names: Sequence[str]) -> dict[str, tuple[bytes, bytes, bytes]]:
     """For each worker its certificate, its key, and an authority whose key is kept nowhere."""
     certs = importlib.import_module("gradwire.launch.certs")  # needs the library cryptography
     with tempfile.TemporaryDirectory(prefix="gradwire-certs-") as made:

@@ -28,7 +28,7 @@ from gradwire import threads
 from gradwire.agent.peers.secret import in_memory
 from gradwire.agent.remote_errors import describe
 from gradwire.current import current_worker
-from gradwire.errors import DeadlinePassed, UsageError
+from gradwire.errors import DeadlinePassed, JoinTimeout, UsageError
 from gradwire.launch.child import BEGUN, FAILED, LEFT, RETURNED, pickled, unpickled
 from gradwire.launch.supervise_state import CALLER
 from gradwire.options import FOREVER, Options, Tls
@@ -167,7 +167,13 @@ def joined(orders: Orders, keys: Keys, expose: Any) -> Worker:  # noqa: ANN401
     """Join as the default worker. The keys are read once, from memory that is then closed."""
     (host, port), options = orders.store, orders.options
     patience = timedelta(seconds=options.timeouts.join)
-    store = TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False)
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False)
+    except RuntimeError as error:
+        raise JoinTimeout(
+            f"{orders.name} cannot reach the driver at {host}:{port}: {error}",
+            hint="nodes must reach each other at all ports, and the address that Ray knows",
+        ) from error
     with ExitStack() as stack:
 
         def path(data: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,6 +23,7 @@ _LOOK_AGAIN_SECONDS = 1.0
 _FETCH_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MOST_REASON = 300
+_RAISED = re.compile(r"[\w.]*(Error|Exception): ")
 _GUESSES = " Some common causes"
 _NO_REASON = ("The actor died", "class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 _NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
@@ -59,6 +61,8 @@ class Seats:
 
     def __exit__(self, *_: object) -> None:
         """End all actors and remove the placement group, even if interrupted again."""
+        if not ray.is_initialized():  # the program has called ray.shutdown(), which ends them
+            return
         try:
             self._end(list(self._actors))
         finally:
@@ -88,7 +92,7 @@ class Seats:
         there = {name: n for name, n in ray.available_resources().items() if ":" not in name}
         return f"each needs {self._wanted}, {self._strategy}; the cluster has {there} available"
 
-    def is_on_one_node(self) -> bool:
+    def are_on_one_node(self) -> bool:
         """Whether all seats are on the node of this process."""
         table = ray.util.placement_group_table(self._group)
         here = ray.get_runtime_context().get_node_id()
@@ -112,12 +116,16 @@ class Seats:
 
     def events(self, seconds: float) -> list[SeatEvent]:
         """Wait for events for at most `seconds`; returns those that happened."""
+        if not ray.is_initialized():  # any call of Ray's would start a cluster of its own
+            raise UsageError(
+                "ray.shutdown() was called, which ends the workers", hint="call it afterwards"
+            )
         patience = max(0.0, min(seconds, _LOOK_AGAIN_SECONDS))
         if not self._calls:
             time.sleep(patience)
             return []
         ready, _ = ray.wait(list(self._calls), timeout=patience)
-        return list(self._events_of(ready))
+        return list(self._events_of(ready)) if ray.is_initialized() else []
 
     def _events_of(self, calls: list[Any]) -> Iterator[SeatEvent]:
         for call in calls:
@@ -161,7 +169,8 @@ def _checked(resources: Resources | None) -> dict[str, float]:
 def _reason(error: Exception) -> str:
     """What Ray says about the end of an actor, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if getattr(error, "actor_init_failed", False):  # a traceback
-        return lines[-1][:_MOST_REASON]
+    raised = [line for line in lines if _RAISED.match(line)]
+    if raised:  # the end of a traceback, as of an actor that could not import this module
+        return raised[-1][:_MOST_REASON]
     said = " ".join(line for line in lines if not line.startswith(_NO_REASON))
     return (said or lines[0]).partition(_GUESSES)[0][:_MOST_REASON].rstrip(".")

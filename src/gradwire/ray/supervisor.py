@@ -102,9 +102,11 @@ class Supervisor:
                 return self._not_started(verdict)
             return supervise_state.overdue_error(verdict, self._names, timeout)
         name, reason = self._names[verdict.worker], self._reasons[verdict.worker]
+        needs = "gradwire must be installed on every node; "
+        hint = "its output, or `ray logs actor`, may say why"
         error = PeerLost(
             f"{name} died ({reason}) {verdict.stage.value}",
-            hint="its output, or `ray logs actor`, may say why",
+            hint=needs + hint if verdict.stage is WorkerStage.STARTING else hint,
         )
         if verdict.reported_by is not None:
             error.__cause__ = self._revived(verdict.reported_by)

@@ -92,12 +92,16 @@ def _supervised(supervisor: Supervisor, count: int) -> Iterator[list[GradwireErr
     is_over = threading.Event()
 
     def supervise() -> None:
-        verdict = supervisor.supervise(until=is_over.is_set)
-        if verdict is not None:
-            errors.append(supervisor.error_for(verdict))
-            _log.error("no worker is restarted any more: %s", errors[0])
+        try:
+            verdict = supervisor.supervise(until=is_over.is_set)
+            found = None if verdict is None else supervisor.error_for(verdict)
+        except UsageError as error:  # the block has called ray.shutdown()
+            found = error
+        if found is not None:
+            errors.append(found)
+            _log.error("no worker is restarted any more: %s", found)
 
-    thread = threads.thread("gradwire ray supervisor", supervise)
+    thread = threads.thread(name="gradwire ray supervisor", target=supervise)
     thread.start()
     try:
         yield errors
