@@ -151,6 +151,8 @@ attempt(end, 2, resources={})
 attempt(end, 2, strategy="SPRAY")
 attempt(lambda: 0, 2)
 attempt(time.time, 2, timeout=0)
+attempt(time.time, 2, options=gradwire.Options(is_open=True))
+attempt(wait, 1, timeout=8)
 """)
     )
 
@@ -163,6 +165,8 @@ attempt(time.time, 2, timeout=0)
     assert "UsageError: Ray makes no placement group of these bundles: " in out
     assert "UsageError: what run() was given cannot be pickled" in out
     assert "UsageError: run(timeout=0) is not a positive, finite number" in out
+    assert "UsageError: run() needs a closed world" in out
+    assert "DeadlinePassed: run() gave up on w0 after 8 s" in out
     assert one_node.ask("left") == "[]"
 
 
