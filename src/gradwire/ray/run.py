@@ -5,19 +5,14 @@ seat.py is what each worker runs, seats.py starts them, and supervisor.py restar
 
 from __future__ import annotations
 
-import logging
 import math
-import signal
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from gradwire.launch import child
 from gradwire.launch.run import EXIT_SECONDS, check_arguments, check_program, given_to_run
-from gradwire.launch.supervise_state import (
-    RunState,
-    Succeeded,
-)
+from gradwire.launch.supervise_state import RunState, Succeeded
 from gradwire.options import Options
 from gradwire.ray.job import Job
 from gradwire.ray.seat import script_of_driver
@@ -27,9 +22,6 @@ from gradwire.rpc.api import Names, default_name
 from gradwire.rpc.worker import Exposed
 
 T = TypeVar("T")
-_log = logging.getLogger("gradwire")
-
-_KILLED = -signal.SIGKILL
 
 
 def run(
