@@ -28,9 +28,21 @@ HERE = Path(__file__).parent
 IN_ONE_PROCESS = {"agent", "autograd", "nn", "optim", "rpc", "security", "transport", "wire"}
 
 
-def pytest_collection_modifyitems(items):
+SMOKE = {
+    "needs_slurm": "test_tasks_of_srun_take_their_places_though_the_name_of_their_node_is_unknown",
+    "needs_ray": "test_an_example_gives_the_same_losses_to_the_bit_as_by_itself",
+}
+"""What runs of the tests with a mark, unless they are asked for by `-m`: they take minutes."""
+
+
+def pytest_collection_modifyitems(config, items):
     """Files that take long or wait for processes first: the short ones fill the gaps at the end."""
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] in IN_ONE_PROCESS)
+    for item in items:
+        for mark, smoke in SMOKE.items():
+            is_asked = mark in config.getoption("-m", "")
+            if not is_asked and item.get_closest_marker(mark) and item.name != smoke:
+                item.add_marker(pytest.mark.skip(reason=f"by `-m {mark}` only"))
 
 
 def our_threads() -> set[threading.Thread]:

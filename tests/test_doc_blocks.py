@@ -53,6 +53,7 @@ ELSEWHERE = {
     ("README.md", "import torch, gradwire as gw"): "test_docs.py",
     (f"{GUIDE}security.md", None): "test_guide.py",
     (f"{GUIDE}beyond-one-machine.md", None): "test_beyond_one_machine.py",
+    (f"{GUIDE}ray.md", None): "ray/test_ray.py",
     (
         "docs/concepts/membership.md",
         "for attempt in gradwire.retrying(times=5, restore=restore):",

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 EXAMPLE = (ROOT / "examples" / "03_pipeline.py").read_text()
-GUIDE = ROOT / "docs" / "guide" / "ray-section.md"
+GUIDE = ROOT / "docs" / "guide" / "ray.md"
 
 
 def losses(text: str) -> list[str]:
