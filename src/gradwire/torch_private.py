@@ -33,6 +33,9 @@ _NEEDED = (
     "torch._C._FunctionBase.dirty_tensors",
     "torch._C._FunctionBase.materialize_grads",
     "torch._C._are_functorch_transforms_active",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C.DispatchKey.CompositeImplicitAutograd",
+    "torch.ops.aten.dropout.default._op_dk",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C._functorch.unwrap_if_dead",
@@ -340,3 +343,18 @@ def recording() -> Iterator[None]:
     """A block in which operators make nodes, whatever the mode around it."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+# -- operators that only call other operators, for testing/generators.py
+
+_COMPOSITE = _C.DispatchKey.CompositeImplicitAutograd
+
+
+def has_composite_kernel(operator: Any) -> bool:  # noqa: ANN401
+    """Whether an operator is written in C++ with others, such as `dropout`."""
+    return cast(bool, _C._dispatch_has_kernel_for_dispatch_key(operator.name(), _COMPOSITE.name))
+
+
+def run_composite_kernel(operator: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401
+    """Run the operators that it calls. Not `decompose`, which may be in Python with other ones."""
+    return operator._op_dk(_COMPOSITE, *args, **kwargs)

@@ -31,8 +31,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.errors import UsageError
+from gradwire.torch_private import has_composite_kernel, run_composite_kernel
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _DISTANCE = 1_000_003
 """between the seeds of two workers: tests count their own seeds in steps of one"""
 
@@ -63,9 +63,10 @@ class drawing_from(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, with the generator if it draws random numbers."""
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags and _is_on_cpu(args, kwargs):
-            if _is_composite(func):
-                with self:  # not func.decompose, which may be written in Python with other ones
-                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+            # One that only calls others, as `dropout` does, which inference mode shows.
+            if "generator" not in _arguments(func) and has_composite_kernel(func):
+                with self:
+                    return run_composite_kernel(func, *args, **kwargs)
             func, position = _with_generator(func)
             given = args[position] if position < len(args) else kwargs.get("generator")
             if given is None:
@@ -78,13 +79,6 @@ def _is_on_cpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
     devices = {tensor.device for tensor in tensors} or {torch.device(kwargs.get("device") or "cpu")}
     return all(device.type == "cpu" for device in devices)
-
-
-@cache
-def _is_composite(func: Any) -> bool:  # noqa: ANN401
-    """Whether it only calls other operators, as `dropout` does, which inference mode shows."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
-    return "generator" not in _arguments(func) and has_kernel
 
 
 @cache
