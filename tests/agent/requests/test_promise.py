@@ -81,3 +81,20 @@ def test_a_callback_that_fails_keeps_the_outcome_from_nobody(caplog):
 def test_a_wait_with_a_timeout_gives_up():
     with pytest.raises(TimeoutError):
         Promise().wait(0.001)
+
+
+def test_a_callback_that_is_interrupted_is_called_again():
+    """By Ctrl-C, which may come before it has done anything."""
+    promise, called = Promise(), []
+
+    def interrupted(outcome):
+        called.append(outcome)
+        if len(called) == 1:
+            raise KeyboardInterrupt
+
+    promise.on_settled(interrupted)
+    promise.on_settled(called.append)
+    with pytest.raises(KeyboardInterrupt):
+        promise.settle(7)
+
+    assert called == [7, 7, 7]

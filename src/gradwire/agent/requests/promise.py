@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
+from itertools import count, repeat
 from typing import Any, Generic, TypeVar, final
 
 import msgspec
@@ -54,7 +54,8 @@ class Promise(Generic[T]):
 
     A signal handler may raise after any call (Ctrl-C does), also in the thread that settles for
     another one. So no call comes between the pop of the token and `settled`: the loop does both as
-    one step of the interpreter. The waiters and callbacks that are left then are still told.
+    one step of the interpreter. The waiters and callbacks that are left then are still told, and a
+    callback that was interrupted is called again: twice is better than never.
     """
 
     __slots__ = ("_callbacks", "_token", "_waiters", "outcome", "request", "settled")
@@ -88,15 +89,17 @@ class Promise(Generic[T]):
         for waiter in tuple(self._waiters):
             with suppress(RuntimeError):  # it was released before an interrupt
                 waiter.release()
-        while self._callbacks:
-            try:
-                callback = self._callbacks.pop(0)
-            except IndexError:  # on_settled() has removed it, and calls it
-                break
-            try:
-                callback(self.outcome)  # type: ignore[arg-type]  # it is settled
-            except Exception:  # the other callbacks must still run
-                _log.exception("a callback failed")
+        if not self._callbacks:
+            return
+        with suppress(IndexError):  # none is left; on_settled() may have removed one, and calls it
+            for callback in map(list.pop, repeat(self._callbacks), repeat(0)):  # one step
+                try:
+                    callback(self.outcome)  # type: ignore[arg-type]  # it is settled
+                except Exception:  # the other callbacks must still run
+                    _log.exception("a callback failed")
+                except BaseException:  # perhaps before it began: `settle` calls it again
+                    self._callbacks.append(callback)
+                    raise
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until it is settled. A signal (Ctrl-C) interrupts; TimeoutError after `timeout`."""
