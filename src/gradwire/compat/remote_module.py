@@ -128,7 +128,7 @@ def _create_module(
         if error.__cause__ is not None:  # what torch says of the device
             raise error.__cause__ from None
         raise ValueError(
-            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>: "
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but "
             f"{error.message}"
         ) from error
 

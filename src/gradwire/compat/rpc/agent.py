@@ -84,19 +84,22 @@ class TensorPipeAgent(RpcAgent):
             worker.shutdown(graceful=worker.directory.is_open, timeout=_CLOSE_SECONDS)
             raise
         self._take(worker, opts)
+        # First: a call of a peer that has joined earlier may have made one with other options.
+        worker.part(_agent_slot).insert(0, self)
 
     def _take(self, worker: Worker, opts: TensorPipeRpcBackendOptions) -> None:
         self.worker, self._options = worker, opts
         self.rpc_timeout = opts.rpc_timeout
         self._gil_profiling = self._has_left = False
-        worker.part(_agent_slot).append(self)
 
     @classmethod
     def over(cls, worker: Worker) -> TensorPipeAgent:
         """The agent of a worker that joined by other means."""
         known = worker.part(_agent_slot)
         if not known:
-            cls.__new__(cls)._take(worker, TensorPipeRpcBackendOptions())
+            made = cls.__new__(cls)
+            made._take(worker, TensorPipeRpcBackendOptions())
+            known.append(made)
         return known[0]
 
     @property
