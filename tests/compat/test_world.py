@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.compat import rpc as world
+from gradwire.compat.rpc import agent as agents
 from gradwire.compat.rpc import api, backend_registry
 from gradwire.compat.rpc.backend_registry import BackendType
 from gradwire.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -43,6 +44,18 @@ def test_a_world_of_one(options):
     api._barrier(["me"])
     world.shutdown()
     assert not world._is_current_rpc_agent_set()
+
+
+def test_a_peer_that_calls_before_init_has_returned_does_not_change_its_options(
+    options, monkeypatch
+):
+    options.rpc_timeout = 0.5
+    monkeypatch.setattr(agents, "_greet", agents.TensorPipeAgent.over)  # what its call makes
+
+    world.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+
+    assert world.get_rpc_timeout() == 0.5
+    assert world._get_current_rpc_agent()._get_backend_options() is options
 
 
 @pytest.mark.parametrize(
