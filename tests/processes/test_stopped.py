@@ -151,8 +151,9 @@ def test_a_context_closes_though_a_worker_in_it_has_not_put_back(workers):
             with in_time(), pytest.raises(BackwardTimeout):
                 loss.backward()
         with in_time():
-            # One request is open: w1 has not confirmed that it has put the pass back.
-            assert far.leftovers() == [0, 0, 1]
+            # One request stays open: w1 has not confirmed that it has put the pass back. w2 may be
+            # about to.
+            assert eventually(lambda: far.leftovers() == [0, 0, 1])
     assert eventually(lambda: far.leftovers() == [0, 0, 0])
     assert eventually(lambda: gradwire.rpc_sync("w1", far.leftovers) == [0, 0, 0])
     assert [layer.rpc_sync().gradient() for layer in layers] == [None, None]
