@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -127,6 +128,32 @@ def test_the_summary_of_torchrun_shows_the_error_of_the_function(program):
     summary = errors[errors.index("Root Cause") :]
     assert "rank      : 0" in summary
     assert "ValueError: the loss is infinite" in summary
+
+
+def test_the_error_of_a_forked_process_is_not_that_of_the_job(tmp_path):
+    program = tmp_path / "forks.py"
+    program.write_text(
+        "import os\nimport gradwire\n\n"
+        "def main():\n    child = os.fork()\n    if not child:\n        raise ValueError\n"
+        "    os.waitpid(child, 0)\n\n"
+        'if __name__ == "__main__":\n    gradwire.run(main)\n'
+    )
+    recorded = tmp_path / "error.json"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    status, _, errors = finished(
+        [sys.executable, str(program)],
+        **place,
+        GRADWIRE_LAUNCHER="env",
+        TORCHELASTIC_ERROR_FILE=str(recorded),
+    )
+
+    assert status == 0, errors
+    assert "ValueError" in errors  # of the fork, which prints it
+    assert not recorded.exists()
 
 
 def test_a_worker_that_is_killed_ends_the_job_and_is_named(program):

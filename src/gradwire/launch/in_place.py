@@ -55,6 +55,11 @@ def check(
                 hint="the launcher limits and restarts its processes, as with torchrun "
                 "--max-restarts or srun --time",
             )
+    check_closed(options)
+
+
+def check_closed(options: Options) -> None:
+    """Raise UsageError for an open world: nobody could tell when the others have left."""
     if options.is_open:
         raise UsageError("run() needs a closed world", hint="leave is_open out, or use init_rpc()")
 
@@ -68,7 +73,7 @@ def run_in_place(
     names: Names | None,
 ) -> T:
     """Call the function on the lowest rank, and return its value there; None on the others."""
-    names = names or default_name
+    names, me = names or default_name, os.getpid()
     with _ended_with_agent(place):
         try:
             init_rpc(names(place.rank), place.rank, place.world_size, options, expose=expose)
@@ -81,8 +86,10 @@ def run_in_place(
             return value
         except BaseException as error:
             # torchrun shows the error that was recorded first. So it is recorded before the others
-            # can notice, and what follows from it is not recorded.
-            if isinstance(error, Exception) and not isinstance(error, _CallerLost):
+            # can notice, and what follows from it is not recorded, nor the error of a process that
+            # the function has forked.
+            is_cause = isinstance(error, Exception) and not isinstance(error, _CallerLost)
+            if is_cause and os.getpid() == me:
                 get_error_handler().record_exception(error)
             if current_worker.maybe_default() is not None:
                 shutdown(graceful=False)

@@ -201,8 +201,7 @@ def check_arguments(
             f"run(timeout={timeout!r}) is not a positive, finite number of seconds",
             hint="leave timeout= out for no limit",
         )
-    if options.is_open:
-        raise UsageError("run() needs a closed world", hint="leave is_open out, or use init_rpc()")
+    in_place.check_closed(options)
     if options.incarnation:
         raise UsageError("run() numbers the incarnations itself", hint="leave incarnation= out")
     if options.init_method != Options().init_method:
