@@ -26,6 +26,7 @@ LAYERS = [
     "rpc",
     "optim",
     "nn",
+    "seeing",
     "launch",
     "ray",
     "testing",
