@@ -96,16 +96,17 @@ def traced() -> None:
             lambda: [gradwire.remote(f"w{n + 1}", Stage, args=(n + 1,)) for n in range(STAGES)]
         )
         workers[0].run(step, model)
-        for member in workers:
-            around.enter_context(member.worker.events.subscribe(_note))
+        recorded = {
+            each.name: around.enter_context(each.worker.events.recording()) for each in workers
+        }
         SPANS.clear()
-        LEFT.clear()
         workers[0].run(step, model)
-
-
-def _note(event) -> None:
-    if event.what == "gradients":
-        LEFT.append((event.worker, time.monotonic()))
+        LEFT[:] = [
+            (name, began)
+            for name, kept in recorded.items()
+            for _, what, began, *_ in kept()
+            if what == "gradients"
+        ]
 
 
 def drawn(stage: int, kind: str, first: float) -> str:

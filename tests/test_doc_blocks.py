@@ -207,6 +207,10 @@ NEEDS = {
     ("docs/reference.md", ">>> with gradwire.context() as context_id:"): (
         "x = torch.ones(3, requires_grad=True)\n"
     ),
+    ("docs/reference.md", '>>> with gradwire.trace("step.json.gz") as t:'): (
+        "def train_one_step():\n    gradwire.rpc_sync('w1', torch.sin, args=(torch.ones(2),))\n"
+    ),
+    ("docs/reference.md", '>>> with gradwire.span("loader"):'): "batches = iter([1])\n",
     ("docs/reference.md", ">>> with cluster(2) as workers:"): (
         "from gradwire.testing import cluster\n"
     ),

@@ -52,6 +52,7 @@ from gradwire.rpc.expose.async_execution import async_execution
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.retry import idempotent, retrying
 from gradwire.rpc.rref import RRef
+from gradwire.seeing.trace import Trace, span, trace
 
 if typing.TYPE_CHECKING:
     from gradwire import compat as compat
@@ -93,6 +94,10 @@ __all__ = [  # in the order one learns them
     # learn from it
     "DistributedOptimizer",
     "clip_grad_norm_",
+    # see what it does
+    "trace",
+    "Trace",
+    "span",
     # continue after the loss of a worker
     "retrying",
     "idempotent",

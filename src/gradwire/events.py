@@ -1,53 +1,135 @@
-"""Events: what a worker did, as values with a one-line text form.
+"""Events: what a worker did, when, for how long, and for whom.
 
-One stream per worker, for traces and golden tests. Without listeners it costs one attribute read.
+A worker always keeps its latest rare events (a peer was lost, a pass failed): errors end with them.
+While somebody records, it also keeps every message, wait and run. While nobody does, that costs one
+attribute read: hot paths look whether `Events.record` is set. seeing/ reads what was kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import count
+from threading import get_ident
+from typing import Any, Final, Protocol, final
+
+from gradwire.ids import WorkerId
+
+MOST_KEPT: Final = 1 << 17
+"""Records of one worker, about 30 MB of them. More are dropped, the oldest first, and counted."""
+_MOST_RARE = 256
+_STORY_SECONDS, _STORY_LINES = 10.0, 8
+
+Record = tuple[int, str, float, float, int, Any, Any, Any, int]
+"""Its number, what, began, ended, thread, id, peer, about, bytes. A plain tuple of whatever was at
+hand: texts are made of it when it is read (seeing/recording.py), as most are never read.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """`worker` did `what` with `id`, towards `peer` if there is one.
+class Add(Protocol):
+    """Record what began then and ends now, on this thread."""
 
-    >>> print(Event("w0", "call", "w0#1", peer="w1"))
-    w0>w1 call w0#1
-    """
-
-    worker: str
-    what: str
-    id: str
-    peer: str | None = None
-
-    def __str__(self) -> str:
-        arrow = "" if self.peer is None else f">{self.peer}"
-        return f"{self.worker}{arrow} {self.what} {self.id}"
+    def __call__(
+        self,
+        what: str,
+        began: float,
+        id: object,
+        peer: WorkerId | str | None = None,
+        about: object = "",
+        size: int = 0,
+    ) -> None:
+        """Add it to what is kept."""
 
 
+@final
 class Events:
-    """The event stream of one worker."""
+    """The events of one worker, by its clock."""
 
-    def __init__(self, worker: str) -> None:
-        self._worker = worker
-        self.listeners: tuple[Callable[[Event], None], ...] = ()
-        """hot paths check it before they make an event"""
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self.record: Add | None = None
+        """set while somebody records; hot paths check it before they read the clock"""
+        self._numbers = count(1)
+        self._rare: deque[Record] = deque(maxlen=_MOST_RARE)
+        self._kept: deque[Record] = deque()
+        self._watchers: set[Hashable] = set()
 
-    def emit(self, what: str, id: object, peer: str | None = None) -> None:
-        """Pass an event to every listener."""
-        if self.listeners:
-            event = Event(self._worker, what, str(id), peer)
-            for listener in self.listeners:
-                listener(event)
+    def note(
+        self, what: str, id: object, peer: WorkerId | str | None = None, about: str = ""
+    ) -> None:
+        """Keep a rare event, of this moment."""
+        now = self.now()
+        record = (next(self._numbers), what, now, now, get_ident(), id, peer, about, 0)
+        self._rare.append(record)
+        if self.record is not None:
+            self._kept.append(record)
+
+    def watch(self, watcher: Hashable) -> int:
+        """Record until this watcher, and every other, has left; the number of the next record."""
+        if not self._watchers:
+            self._kept = deque(maxlen=MOST_KEPT)
+            self.record = _adder(self._kept, self._numbers, self.now)
+        self._watchers.add(watcher)
+        return next(self._numbers)
+
+    def unwatch(self, watcher: Hashable) -> None:
+        """This watcher has left."""
+        self._watchers.discard(watcher)
+        if not self._watchers:
+            self.record, self._kept = None, deque()
+
+    @property
+    def watchers(self) -> int:
+        """How many record now."""
+        return len(self._watchers)
+
+    def is_watched_by(self, watcher: Hashable) -> bool:
+        """Whether this one records."""
+        return watcher in self._watchers
+
+    def kept(self) -> list[Record]:
+        """What was recorded and not dropped."""
+        return list(self._kept)
 
     @contextmanager
-    def subscribe(self, listener: Callable[[Event], None]) -> Iterator[None]:
-        """Call `listener` with every event inside the block, on the thread where it happens."""
-        self.listeners += (listener,)
+    def recording(self) -> Iterator[Callable[[], list[Record]]]:
+        """Record inside the block; the call returns what was."""
+        watcher = object()
+        first = self.watch(watcher)
         try:
-            yield
+            yield lambda: [record for record in self.kept() if record[0] > first]
         finally:
-            self.listeners = tuple(each for each in self.listeners if each is not listener)
+            self.unwatch(watcher)
+
+    def story(self) -> list[str]:
+        """The rare events of the last seconds, one line each, oldest first."""
+        now = self.now()
+        lately = [record for record in list(self._rare) if record[2] >= now - _STORY_SECONDS]
+        lines = [_told(record, now) for record in lately[-_STORY_LINES:]]
+        if len(lately) > len(lines):
+            lines.insert(0, f"({len(lately) - len(lines)} earlier events)")
+        return lines
+
+
+def _adder(kept: deque[Record], numbers: count[int], now: Callable[[], float]) -> Add:
+    """Not a method: without the lookups it takes two thirds of the time."""
+    append, number, ident = kept.append, numbers.__next__, get_ident
+
+    def add(
+        what: str,
+        began: float,
+        id: object,
+        peer: WorkerId | str | None = None,
+        about: object = "",
+        size: int = 0,
+    ) -> None:
+        append((number(), what, began, now(), ident(), id, peer, about, size))
+
+    return add
+
+
+def _told(record: Record, now: float) -> str:
+    _, what, _, ended, _, id, peer, about, _ = record
+    words = [what, str(id), "" if peer is None else f"of {peer}", str(about)]
+    return f"{now - ended:.3f} s before: " + " ".join(word for word in words if word)

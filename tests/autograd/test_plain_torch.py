@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from gradwire.testing import cluster
+from tests.hearing import hearing
 from tests.leftovers import assert_nothing_left
 
 HERE = sys.modules[__name__]
@@ -428,7 +429,7 @@ def test_a_worker_behind_a_received_input_hears_nothing(workers):
     def program():
         y = call("w1", own_function, leaf())
         z = call("w2", own_function, y)
-        with workers[0].worker.events.subscribe(lambda event: sent.append(str(event))):
+        with hearing(workers[0].worker, lambda event: sent.append(event.line("w0"))):
             (z * y).sum().backward(inputs=[y])
 
     workers[0].run(over_workers, program)

@@ -17,6 +17,7 @@ from gradwire.ids import RefId, StepId
 from gradwire.optim.messages import Prepare
 from gradwire.optim.shard import OptimizerHost, Shard, optimizer_host
 from gradwire.testing import cluster
+from tests.hearing import hearing
 from tests.leftovers import assert_nothing_left
 from tests.optim import far
 
@@ -283,9 +284,7 @@ def test_clipping_tells_each_worker_once_and_again_only_if_it_must_scale(
     slope(made)
     calls = []
 
-    with workers[0].worker.events.subscribe(
-        lambda e: calls.append(e) if e.what == "call" else None
-    ):
+    with hearing(workers[0].worker, lambda e: calls.append(e) if e.what == "call" else None):
         if by_references:
             total = gradwire.clip_grad_norm_(refs, limit)
         else:
@@ -472,7 +471,7 @@ def test_a_worker_that_is_gone_before_commit_is_named(workers):
             owner.part(OptimizerHost).locks.give_up(StepId(int(worker), int(n)))
 
     with (
-        workers[0].worker.events.subscribe(give_up),
+        hearing(workers[0].worker, give_up),
         pytest.raises(StepFailed, match="w1 have stepped; w2 had aborted the step") as e,
     ):
         optimizer.step()

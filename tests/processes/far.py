@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import gradwire
 from gradwire.compat import autograd as dist_autograd
 from gradwire.current import current_worker
+from tests.hearing import hearing
 from tests.injection.processes import freeze
 
 # What a process keeps between calls; `forget` empties it.
@@ -405,7 +406,7 @@ def die_prepared(layers):
     with gradwire.context() as context:
         x = torch.ones(()).double()
         gradwire.backward(context, [sum(layer.rpc_sync().forward(x) for layer in layers)])
-        with current_worker.find().events.subscribe(die):
+        with hearing(current_worker.find(), die):
             optimizer.step(context)
 
 

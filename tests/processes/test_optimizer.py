@@ -13,6 +13,7 @@ import gradwire
 from gradwire import PeerLost, StepFailed
 from gradwire.current import current_worker
 from gradwire.optim.shard import optimizer_host
+from tests.hearing import hearing
 from tests.injection import processes
 from tests.leftovers import eventually
 from tests.processes import far
@@ -36,7 +37,7 @@ def _when(what, act):
         if event.what == what:
             act()
 
-    return current_worker.maybe_default().events.subscribe(listen)
+    return hearing(current_worker.maybe_default(), listen)
 
 
 def test_it_steps_parameters_of_three_processes(linked):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,7 @@ from gradwire.autograd.graph.crossing import check_crossing
 from gradwire.autograd.graph.lineage import one, to_wire
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import BadMessage, NotSerializable, OverLimit, PeerLost, UsageError
+from gradwire.events import Events
 from gradwire.ids import EdgeId
 from gradwire.options import Limits, Options
 from gradwire.rpc.codec.codec import Codec
@@ -367,9 +369,8 @@ def reraise(_, error):
 @pytest.fixture
 def dispatch():
     """Serves one call at a time, and lets three empty ones wait."""
-    made = Dispatch(
-        Kinds([], 1000), "test", threads=1, most_unserved=3 * EACH + 100, on_error=reraise
-    )
+    options = Options(threads=1, limits=Limits(unserved=3 * EACH + 100))
+    made = Dispatch(Kinds([], 1000), "test", options, reraise, Events(time.monotonic))
     yield made
     made.close(10)
 

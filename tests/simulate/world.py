@@ -22,12 +22,13 @@ from gradwire.agent.peers.directory import Directory, Member
 from gradwire.agent.peers.refusals import Refusals
 from gradwire.agent.peers.secret import Secret, SignedStore
 from gradwire.agent.requests.timer import MonotonicClock
-from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.rpc.worker import Exposed, Worker
+from gradwire.seeing.messages import Event
 from gradwire.testing.failpoints import kind_names
 from gradwire.transport.address import Transports
 from gradwire.wire.message import IS_ANSWER, Frame
+from tests.hearing import LOCAL, hearing
 from tests.simulate.links import SimulatedNetwork
 from tests.simulate.primitives import simulated
 from tests.simulate.scheduler import Process, Scheduler, Task
@@ -140,10 +141,10 @@ class World:
             for act in self._at_step.pop((kind, self._steps[kind]), ()):
                 self.scheduler.interrupt(act)
 
-    def _heard(self, event: Event) -> None:
+    def _heard(self, worker: str, event: Event) -> None:
         self.counts[event.what] += 1
-        peer = "" if event.peer is None else f" with {event.peer}"
-        self.note(event.what, event.worker, f"{event.id}{peer}")
+        if event.what not in LOCAL:
+            self.note(event.what, worker, " with ".join(filter(None, (event.id, event.peer))))
 
     def _logged(self, record: logging.LogRecord) -> bool:
         task = self.scheduler.current
@@ -220,7 +221,7 @@ class World:
         self._workers.append(worker)
         if self.is_open:
             worker.announce(limit)
-        self._open.enter_context(worker.events.subscribe(self._heard))
+        self._open.enter_context(hearing(worker, partial(self._heard, worker.name)))
         it.worker = worker
         self.note("joined", it.name, f"incarnation {it.number}")
 

@@ -2,11 +2,6 @@
 
 The agent owns the table of requests, sends frames, and passes inbound frames to promises and
 handlers. Upper layers register handlers (`handle`) and listeners for lost peers (`on_peer_lost`).
-
-Note [Cancellation]: a request is cancelled when its deadline has passed, when the waiting thread
-was interrupted, when its future was cancelled, or with the inbound request that it was made for. So
-cancellation spreads from worker to worker. Inbound requests are cancelled too when their connection
-ends. One that has not begun is dropped. One that runs is marked: its next use of gradwire raises.
 """
 
 from __future__ import annotations
@@ -22,14 +17,14 @@ import msgspec
 from gradwire.agent.links.connections import Connections
 from gradwire.agent.links.readers import Block, IsDone
 from gradwire.agent.membership.heartbeat import Heartbeat
-from gradwire.agent.messages import Cancel, Done, Failure
+from gradwire.agent.messages import Done, Failure
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
-from gradwire.agent.requests.cancels import SECONDS, send_cancels
+from gradwire.agent.requests.cancels import SECONDS, Cancels
 from gradwire.agent.requests.promise import Pending, Promise, RequestTable, unsent
 from gradwire.agent.requests.timer import Clock, Timer
-from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Lane, Payload, Source, payload_of
+from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Payload, Source, payload_of
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job, mine
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost, UsageError
@@ -63,6 +58,9 @@ T = TypeVar("T")
 class Agent:
     """Sends the requests of one worker, and serves those of its peers."""
 
+    _closed: str | None = None
+    """why it is closed"""
+
     def __init__(
         self,
         directory: Directory,
@@ -81,7 +79,7 @@ class Agent:
         self.directory, self.clock, self.events = directory, clock, events
         self.limits, me = options.limits, directory.me.name
         self.kinds = Kinds([Failure, Done], self.limits.elements)
-        self.dispatch = Dispatch(self.kinds, me, options.threads, self.limits.unserved, self.failed)
+        self.dispatch = Dispatch(self.kinds, me, options, self.failed, events)
         self.handle = self.dispatch.handle
         self.timer = Timer(f"gradwire {me} timer", clock)
         self._connections, self.unreached = connections, connections.unreached
@@ -96,13 +94,13 @@ class Agent:
         self._lost_listeners: list[OnLost] = []
         self._joined_listeners: list[Callable[[WorkerId], None]] = []
         self._answer_listeners: dict[int, tuple[Concerns, OnAnswer, OnAnswer]] = {}  # by kind
-        self._closed: str | None = None
         self.interceptor = interceptor
         self.timer.watch(self._expire)
         beside = (directory, connections, self.dispatch, self.timer, events, options.timeouts)
         self._heartbeat = Heartbeat(*beside)
         self.silence_of = self._heartbeat.silence_of
-        self.handle(Cancel, self._serve_cancel, Lane.CONTROL)
+        self._cancels = Cancels(directory, self._calls, self._settle, self.dispatch, clock, events)
+        self.cancel = self._cancels.cancel
         call_after_fork(self)
 
     def start(self, contexts_opened: Callable[[], int]) -> None:
@@ -197,6 +195,9 @@ class Agent:
             else:
                 catch.send(to, via, frame, deadline)
             pending.has_left = True
+            if (record := self.events.record) is not None:
+                about = pending.description, message.carried
+                record("call", pending.opened, n, to, about, frame.size)
         except BaseException as error:
             if frame is not None and frame.has_left and not isinstance(error, GradwireError):
                 pending.has_left = True
@@ -244,40 +245,10 @@ class Agent:
             self._lost(to, error, error.link)
         return unsent(self.directory.name(to), what, phase, error)
 
-    def cancel(self, promise: Promise[Outcome], why: str) -> bool:
-        """Cancel a request; False if its answer has come already."""
-        pending = self._calls.maybe(promise.request)
-        try:
-            return self._cancel(self._calls.cancelled(promise.request), why)
-        except BaseException:  # a signal handler has raised: as in `_answer_came`
-            if pending is not None and pending.n not in self._calls:
-                self._cancel([pending], why)
-            raise
-
-    def _cancel(self, requests: list[Pending], why: str) -> bool:
-        for pending in requests:
-            name = self.directory.name(pending.peer)
-            self._settle(pending, pending.cancelled(name, self.directory.me.id, why))
-        send_cancels(requests, self.dispatch.service, self.clock, self.limits, self.events)
-        return bool(requests)
-
     def _settle(self, pending: Pending, outcome: Outcome) -> None:
         """End a request that was taken out of the table. Doing it twice does no harm."""
         self.window.uncount(pending)
         pending.promise.settle(outcome)
-
-    def _serve_cancel(self, message: Cancel, _: Payload, source: Source) -> None:
-        name, requests = self.directory.name(source.worker), set(message.requests)
-        is_open = self.dispatch.inbound_on(source.channel)
-        cancelled = [inbound for inbound in is_open if inbound.request in requests]
-        self._stop(cancelled, f"{name} does not wait for it any more")
-
-    def _stop(self, inbound_requests: list[Source], why: str) -> None:
-        """Mark inbound requests as cancelled, and cancel the requests that were made for them."""
-        for inbound in inbound_requests:
-            inbound.cancelled = why
-            self.events.emit("cancel", CallId(inbound.worker, inbound.request))
-        self._cancel(self._calls.made_for(set(inbound_requests)), why)
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float
@@ -285,20 +256,31 @@ class Agent:
         """Answer a request on the channel it came by; False if cancelled or the peer is lost."""
         if not source.request or source.cancelled:
             return False
-        frame = make_frame(message, payload, self.limits, source.request, IS_ANSWER)
+        frame, began = make_frame(message, payload, self.limits, source.request, IS_ANSWER), 0.0
+        if (record := self.events.record) is not None:
+            began = self.clock.now()
         try:
             if (catch := self.interceptor) is None:
                 source.channel.send(frame, deadline)
             else:
                 catch.send(source.worker, source.channel, frame, deadline)
         except PeerLost:
-            self.events.emit("unanswered", source.request, self.directory.name(source.worker))
+            call = CallId(source.worker, source.request)
+            self.events.note("unanswered", call, source.worker)
             return False
+        if record is not None:
+            about = "", message.carried
+            record("answer", began, source.request, source.worker, about, frame.size)
         return True
 
     def is_connected(self, worker: WorkerId) -> bool:
         """Whether there is a connection to a worker now."""
         return bool(self._channels_to(worker))
+
+    def link_to(self, worker: WorkerId) -> str:
+        """The address that a worker is reached at now, or empty."""
+        channels = self._channels_to(worker)
+        return channels[0].remote if channels else ""
 
     def check_asker(self, source: Source) -> None:
         """PeerLost if the peer that sent a request is gone: nobody would release its result.
@@ -367,7 +349,12 @@ class Agent:
         """The outcome of a promise that a message of this peer settles. hot: every call"""
         if not promise.settled:
             is_settled = partial(getattr, promise, "settled")  # polled: avoids a Python frame
-            self._wait(peer, is_settled, promise.wait)
+            if (record := self.events.record) is None:
+                self._wait(peer, is_settled, promise.wait)
+            else:
+                began = self.clock.now()
+                self._wait(peer, is_settled, promise.wait)
+                record("waited", began, getattr(promise, "request", 0), peer)
         return promise.outcome  # type: ignore[return-value]  # settled, so it is a T
 
     def _answer_came(self, worker: WorkerId, frame: Frame) -> None:
@@ -426,7 +413,7 @@ class Agent:
         for pending in late:
             name, silence = self.directory.name(pending.peer), self.silence_of(pending.peer)
             self._settle(pending, pending.late(name, self.directory.me.id, silence))
-        send_cancels(late, self.dispatch.service, self.clock, self.limits, self.events)
+        self._cancels.send(late)
         return following
 
     def _ended(self, worker: WorkerId, channel: Channel, reason: GradwireError, last: bool) -> None:
@@ -435,7 +422,7 @@ class Agent:
         self.noting.note(worker, reason)
         for pending in lost:
             self._settle(pending, pending.lost(name, self.directory.me.id, reason, link, now))
-        self._stop(self.dispatch.inbound_on(channel), f"the caller {name} was lost")
+        self._cancels.stop(self.dispatch.inbound_on(channel), f"the caller {name} was lost")
         if last:
             self._lost(worker, reason, link)
 

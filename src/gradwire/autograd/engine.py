@@ -79,6 +79,7 @@ class Engine:
     ) -> None:
         self._edge_per_message, self.only_in_contexts = edge_per_message, only_in_contexts
         self._agent, self.directory, self.limits = agent, agent.directory, agent.limits
+        self.events = agent.events
         self.devices = devices
         self._me = agent.directory.me.id
         self._ref = weakref.ref(self)  # See Note [Nodes hold no table]
@@ -182,11 +183,14 @@ class Engine:
         active, edge = self.passes.of_run(current_run()) or self._begin_native(end), end.edge
         if isinstance(active, CoordinatedPass):
             self.coordinator.about_to_wait(active)
+        began = 0.0 if (record := self._agent.events.record) is None else self._agent.clock.now()
         if not active.has_come(edge):
             check_order(self.edges, end, active.edges_sent)
             has_come = partial(active.has_come, edge)
             self._agent.wait(end.peer, has_come, partial(active.await_edge, edge))
         message, payload, _ = active.take_gradients(edge)
+        if record is not None:
+            record("settled", began, edge, end.peer, active.id)
         try:
             present = self._decode_gradients(active, message, payload, end)
             if message.crossings:
@@ -249,16 +253,17 @@ class Engine:
             raise
         there = list(map(_is_there, gradients))
         message = Gradients(active.id, edge, there, headers, crossings)
-        if self._agent.events.listeners:
-            self._agent.events.emit("gradients", edge, self._agent.directory.name(peer))
+        began = 0.0 if (record := self._agent.events.record) is None else self._agent.clock.now()
         try:
             if isinstance(active, CoordinatedPass):
                 self.coordinator.send(active, peer, message, payload)
             elif self._may_be_held(active, payload, peer):
                 # Sent by Participant._tell_done. See Note [Gradients are never shared].
-                active.held = message, [*map(bytes, payload)]
+                active.held, record = (message, [*map(bytes, payload)]), None
             else:
                 self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
+            if record is not None:
+                record("gradients", began, edge, peer, headers, sum(map(len, payload)))
         except BaseException:
             self.passes.withdraw(message, peer)
             raise
@@ -301,7 +306,7 @@ class Engine:
             raise
         if active is None:
             passes.drop(message, source.worker)
-            self._agent.events.emit("late", edge)
+            self._agent.events.note("late", edge, source.worker)
             self._agent.noting.came_late(source.worker)
             return
         if edge in active.settled and active.error is None:

@@ -115,7 +115,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "DistributedOptimizer.step() missing 1 required positional argument: 'context_id'",
                 hint="with torch's API gradients are in contexts: pass the id of one",
             )
+        events = self._here.worker.events
+        began = 0.0 if (record := events.record) is None else events.now()
         TwoPhaseCommit(self._here, self._shards, context_id, self._options(), timeout).run()
+        if record is not None:
+            record("step", began, "", None, f"{len(self._shards)} workers")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad` on all workers. The gradients of a context end with the context."""

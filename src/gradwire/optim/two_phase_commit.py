@@ -84,7 +84,8 @@ class TwoPhaseCommit:
             for owner in sorted(shards):
                 answers |= self._tell({owner: self._prepare(owner, wait=True)}, self._deadline)
                 self._check_prepared(answers)
-        self._worker.events.emit("prepared", step)
+        if (record := self._worker.events.record) is not None:
+            record("prepared", self._worker.agent.clock.now(), step)
         # Owners that were lost since they prepared.
         lost = {o: e for o, e in self._lost.items() if known.get(o) is not e}
         self._check_prepared(answers | lost)

@@ -69,6 +69,14 @@ class OwnGenerator(NamedTuple):
     """the context manager in which random operators draw from it"""
 
 
+_served_everywhere: list[Callable[[Worker], object]] = []
+
+
+def serve_on_every_worker(part: Callable[[Worker], object]) -> None:
+    """Make this `Worker.part` of each worker before it serves. For modules above this layer."""
+    _served_everywhere.append(part)
+
+
 @final
 class Worker:
     """One member of the job: its agent, engine, references and calls, on top of each other."""
@@ -100,12 +108,12 @@ class Worker:
         self.generators = PROCESS if own is None else Generators(own.generator)
         self._parts: dict[object, object] = {}
         self._parts_lock = threading.RLock()  # making a part may ask for another
-        self.events = Events(self.name)
         self.leaks: list[str] = []
         """values of this worker that were still referenced by peers when all had left"""
         self.refusals = refusals or Refusals()
         """what was refused here, by kind"""
         place, clock = (directory, job, secret, transports, listener), clock or MonotonicClock()
+        self.events = Events(clock.now)
         connections = Connections(*place, options, clock, self.refusals)
         below, registry = (directory, connections, clock, self.events, options), Registry(expose)
         self.agent = Agent(
@@ -144,7 +152,7 @@ class Worker:
         maps = options.device_maps
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, maps)
         CallServer(self, bodies, registry)
-        for part in behavior.parts:
+        for part in (*behavior.parts, *_served_everywhere):
             self.part(part)
         agent.start(lambda: self.engine.contexts.opened)
 

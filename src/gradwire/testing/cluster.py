@@ -22,6 +22,8 @@ from gradwire.options import Options
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.expose.registry import listed
 from gradwire.rpc.worker import Exposed, OwnGenerator, Worker
+from gradwire.seeing.messages import CROSSINGS
+from gradwire.seeing.recording import read
 from gradwire.testing.failpoints import failpoints_by_environment
 from gradwire.testing.generators import drawing_from
 from gradwire.transport.address import Transports
@@ -87,13 +89,22 @@ class Cluster(Sequence[ClusterWorker]):
 
     @contextmanager
     def trace(self) -> Iterator[list[str]]:
-        """The events of all workers inside the block, as lines, in the order they happened."""
+        """What crossed inside the block, as lines in the order it began; they are there after it.
+
+        Each is `worker>peer what id`: calls and answers, passes, their runs and gradients.
+        """
         lines: list[str] = []
         with ExitStack() as stack:
-            for member in self._members:
-                events = member.worker.events
-                stack.enter_context(events.subscribe(lambda event: lines.append(str(event))))
+            workers = [member.worker for member in self._members]
+            kept = [stack.enter_context(worker.events.recording()) for worker in workers]
             yield lines
+            events = [
+                (w.name, e)
+                for w, taken in zip(workers, kept, strict=True)
+                for e in read(w, taken())
+            ]
+        events.sort(key=lambda each: (each[1].began, each[1].n))
+        lines += [event.line(name) for name, event in events if event.what in CROSSINGS]
 
 
 @contextmanager

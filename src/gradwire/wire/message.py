@@ -18,7 +18,8 @@ TCP's checksum does not cover a faulty proxy. They are no protection against an 
 The msgspec tag of a message class is its kind. The prefix repeats it, so that a frame can be routed
 before its head is decoded. Kinds are never reused:
 
-    0x01-0x0f  agent      0x20-0x2f  autograd      0x40-0x4f  rpc      0x60-0x6f  optim
+    0x01-0x0f  agent      0x20-0x2f  autograd      0x40-0x4f  rpc
+    0x60-0x6f  optim      0x70-0x7f  seeing
 
 The number of values in a head is limited, and counted before decoding: a value of one byte becomes
 an object of fifty or more, so a limit on bytes does not limit memory. Every value takes at least
@@ -74,6 +75,11 @@ class Frame(msgspec.Struct, gc=False, eq=False):
         return isinstance(other, Frame) and astuple(self)[:5] == astuple(other)[:5]
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def size(self) -> int:
+        """Its bytes, without the prefix."""
+        return len(self.head) + sum(map(len, self.payload))
 
 
 class Prefix(msgspec.Struct, frozen=True, gc=False):
@@ -165,6 +171,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """The base class of all messages; fields are encoded by position, without names."""
+
+    @property
+    def carried(self) -> Sequence[object]:
+        """The headers of its tensors, if it has a body with some."""
+        return getattr(getattr(self, "body", None), "tensors", ())
 
 
 def kind_of(message_type: type[Message]) -> int:

@@ -16,6 +16,7 @@ import torch
 
 import gradwire as gw
 from gradwire.autograd.backward import coordinator, pass_ending
+from gradwire.autograd.backward.participant import Participant
 from gradwire.errors import ContextClosed, UsageError
 from gradwire.testing import cluster
 from tests.leftovers import assert_nothing_left, eventually
@@ -223,7 +224,7 @@ def test_a_run_that_was_over_when_its_context_closed_is_put_back_too(workers):
     in_context(workers, program)
 
 
-def test_a_run_that_finds_its_context_closed_is_not_remembered(workers):
+def test_a_run_that_finds_its_context_closed_is_not_remembered(workers, monkeypatch):
     tokens = []
 
     def program(context):
@@ -232,14 +233,14 @@ def test_a_run_that_finds_its_context_closed_is_not_remembered(workers):
         engine = workers[1].worker.engine
         tokens.extend(weakref.ref(sent.token) for sent in engine.edges.sent.values())
 
-        def close(event):
-            if str(event).startswith("w1 run"):  # it has begun, the engine has not
-                engine.close(context)
+        run = Participant._run
 
-        with (
-            workers[1].worker.events.subscribe(close),
-            pytest.raises(ContextClosed, match=r"c0\.0 was closed on w1"),
-        ):
+        def close(*args):  # the run has begun, the engine has not
+            engine.close(context)
+            run(*args)
+
+        monkeypatch.setattr(Participant, "_run", close)
+        with pytest.raises(ContextClosed, match=r"c0\.0 was closed on w1"):
             y.sum().backward()
 
     in_context(workers, program)

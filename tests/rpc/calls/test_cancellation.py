@@ -18,6 +18,7 @@ from gradwire.rpc.behavior import Behavior
 from gradwire.testing import cluster
 from gradwire.testing.clock import ManualClock
 from tests.gates import GATES
+from tests.hearing import hearing
 from tests.leftovers import assert_nothing_left, eventually
 
 HERE = sys.modules[__name__]
@@ -185,12 +186,11 @@ class cancelled_on:  # read as a sentence
     """Waits at the end of the block until a worker has heard that a call was called off."""
 
     def __init__(self, member):
-        self._events = member.worker.events
+        self._hearing = hearing(member.worker, self._note)
         self._heard = threading.Event()
 
     def __enter__(self):
-        self._subscription = self._events.subscribe(self._note)
-        self._subscription.__enter__()
+        self._hearing.__enter__()
 
     def _note(self, event):
         if event.what == "cancel":
@@ -198,7 +198,7 @@ class cancelled_on:  # read as a sentence
 
     def __exit__(self, *error):
         assert self._heard.wait(30)
-        self._subscription.__exit__(*error)
+        self._hearing.__exit__(*error)
 
 
 def test_it_spreads_to_the_calls_that_were_made_for_it(workers, gate):
@@ -312,8 +312,8 @@ def test_what_is_not_a_call_of_the_peers_is_left_alone(workers, gate):
     channels = agent._connections.channels
     assert channels[0] == [inbound.channel]  # so a Cancel on another channel is of another worker
 
-    agent._serve_cancel(Cancel([inbound.request + 1]), None, Source(0, inbound.channel, 0))
-    agent._serve_cancel(Cancel([inbound.request]), None, Source(2, object(), 0))
+    agent._cancels._serve(Cancel([inbound.request + 1]), None, Source(0, inbound.channel, 0))
+    agent._cancels._serve(Cancel([inbound.request]), None, Source(2, object(), 0))
     assert not inbound.cancelled
     GATES[gate].set()
     assert call.wait() == "w1"

@@ -77,7 +77,7 @@ class Heartbeat:
 
     def _report(self, reader: ChannelReader, what: str) -> None:
         name, me = self._directory.name(reader.worker), self._directory.me.name
-        self._events.emit("heartbeat", name, what)
+        self._events.note("heartbeat", what, name)
         _log.warning("%s: %s %s (%s)", me, name, what, reader.channel.remote)
 
     def _serve_ping(self, ping: Ping, _: Payload, source: Source) -> None:

@@ -22,7 +22,9 @@ import msgspec
 from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.agent.serving.thread_pool import ElasticPool, Job, mine
 from gradwire.errors import BadMessage, OverLimit
+from gradwire.events import Events
 from gradwire.ids import WorkerId
+from gradwire.options import Options
 from gradwire.threads import leave_fork
 from gradwire.transport.base import Channel
 from gradwire.wire.message import Frame, Kinds, Message, kind_of
@@ -118,9 +120,10 @@ class Dispatch:
     """The handlers of one worker, and the two pools that run them."""
 
     def __init__(
-        self, kinds: Kinds, name: str, threads: int, most_unserved: int, on_error: OnError
+        self, kinds: Kinds, name: str, options: Options, on_error: OnError, events: Events
     ) -> None:
-        self._kinds, self._on_error = kinds, on_error
+        self.limits, most_unserved = options.limits, options.limits.unserved
+        self._kinds, self._on_error, self._events = kinds, on_error, events
         self._most_unserved = most_unserved
         self._unserved = PeerLimit("unserved", most_unserved, one_may_exceed=True)
         self._registered: dict[int, Registered] = {}
@@ -130,7 +133,7 @@ class Dispatch:
         """whether this process was forked from the worker"""
         self.inbound_requests: set[Source] = set()
         """those in the user lane that are queued or run, so that they can be cancelled"""
-        self.user = ElasticPool(f"gradwire {name} user", threads)
+        self.user = ElasticPool(f"gradwire {name} user", options.threads)
         self.service = ElasticPool(f"gradwire {name} service")
 
     def handle(
@@ -230,7 +233,11 @@ class Dispatch:
             self._on_error(source, error)
         finally:
             if began and registered.pool is not None:
-                self._latency.took(latency_key, time.monotonic() - began)
+                took = time.monotonic() - began
+                self._latency.took(latency_key, took)
+                if (record := self._events.record) is not None:
+                    began = self._events.now() - took
+                    record("serve", began, source.request, source.worker, latency_key)
             self.inbound_requests.discard(source)  # it is there in the user lane only
             if size:
                 self._unserved.give_back(source.worker, size)

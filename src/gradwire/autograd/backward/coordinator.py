@@ -170,8 +170,8 @@ class Coordinator:
         )
         if context is not None:
             context.called.update(active.participants)  # they hear when it is closed
-        if self._agent.events.listeners:
-            self._agent.events.emit("start", active.id)
+        if (record := self._agent.events.record) is not None:
+            record("start", self._agent.clock.now(), active.id)
         return active
 
     def send(
@@ -184,6 +184,8 @@ class Coordinator:
         """Send gradients, and Starts. See Note [Starts are sent with gradients]."""
         not_started = active.take_not_started() if active.not_started else ()
         message = self._start(active, peer, gradients) if peer in not_started else gradients
+        if peer in not_started and (record := self._agent.events.record) is not None:
+            record("begin", self._agent.clock.now(), active.id, peer)
         self._agent.tell(peer, message, payload, deadline=active.deadline, phase="backward")
         for worker in not_started:
             if worker != peer:
@@ -200,6 +202,8 @@ class Coordinator:
 
     def _send_start(self, active: CoordinatedPass, worker: WorkerId) -> None:
         start = self._start(active, worker, None)
+        if (record := self._agent.events.record) is not None:
+            record("begin", self._agent.clock.now(), active.id, worker)
         self._agent.tell(worker, start, deadline=active.deadline, phase="backward")
 
     def _start(self, active: CoordinatedPass, worker: WorkerId, first: Gradients | None) -> Start:
@@ -211,9 +215,8 @@ class Coordinator:
         try:
             if active.not_started:
                 self.about_to_wait(active)
-            for worker in active.unfinished():  # on its channel, so that this thread can read it
-                is_through = partial(active.is_through, worker)
-                self._agent.wait(worker, is_through, partial(active.sleep_until, is_through))
+            for worker in active.unfinished():
+                self._await_end(active, worker)
             if active.error is not None:
                 raise fresh(active.error)
             active.check_collected()
@@ -228,6 +231,14 @@ class Coordinator:
             end_well, give_up = partial(self._end_well, active), partial(self._take_back, active)
             active.outer.append(Nested(end_well, give_up))
 
+    def _await_end(self, active: CoordinatedPass, worker: WorkerId) -> None:
+        """Wait until a participant is through, on its channel, so that this thread can read it."""
+        began = 0.0 if (record := self._agent.events.record) is None else self._agent.clock.now()
+        is_through = partial(active.is_through, worker)
+        self._agent.wait(worker, is_through, partial(active.sleep_until, is_through))
+        if record is not None:
+            record("awaited", began, active.id, worker)
+
     def _take_back(self, active: CoordinatedPass) -> bool:
         """Revert a pass that succeeded, because the outer backward has failed."""
         self.give_up(active, None)
@@ -241,9 +252,9 @@ class Coordinator:
             try:
                 self._agent.tell(worker, ended, deadline=active.deadline)
             except GradwireError:  # it asks later, see PassEnding.coordinator_lost
-                self._agent.events.emit("unended", active.id, self._agent.directory.name(worker))
-        if self._agent.events.listeners:
-            self._agent.events.emit("end", active.id)
+                self._agent.events.note("unended", active.id, worker)
+        if (record := self._agent.events.record) is not None:
+            record("end", self._agent.clock.now(), active.id)
 
     def give_up(self, active: CoordinatedPass, error: Exception | None) -> None:
         """End a failed pass on every worker, and wait until its changes are reverted."""
@@ -258,7 +269,7 @@ class Coordinator:
         rollback = Rollback(self._agent, self._rollbacks, self._broken, active.id, workers, failure)
         deadline = max(active.deadline, self._agent.clock.now() + _GRACE_SECONDS)
         silent = rollback.wait(deadline, END_SECONDS)
-        self._agent.events.emit("fail", active.id)
+        self._agent.events.note("fail", active.id, None, f"{type(told).__name__}: {told}")
         for remark in rollback.remarks:
             told.add_note(remark)
         if silent:

@@ -192,22 +192,27 @@ class Participant:
         done: Message = RunDone(active.id, has_changed)
         if last is not None:
             done = replace(last, last=True, has_changed=has_changed)
-        deadline = active.deadline
-        self._agent.tell(active.id.worker, done, payload, deadline=deadline, phase="backward")
+        deadline, coordinator = active.deadline, active.id.worker
+        began = 0.0 if (record := self._agent.events.record) is None else self._agent.clock.now()
+        self._agent.tell(coordinator, done, payload, deadline=deadline, phase="backward")
+        if record is not None:
+            if last is not None:
+                size = sum(map(len, payload))
+                record("gradients", began, last.edge, coordinator, last.tensors, size)
+            record("done", began, active.id, coordinator)
 
     def _tell_failed(self, pass_id: PassId, deadline: float, error: BaseException) -> None:
         failed = RunDone(pass_id, False, self._agent.describe(error))
         try:
             self._agent.tell(pass_id.worker, failed, deadline=deadline, phase="backward")
         except GradwireError:
-            self._agent.events.emit("untold", pass_id)
+            self._agent.events.note("untold", pass_id, pass_id.worker)
 
     def _take_part(self, active: ParticipantPass, start: Start, sends: list[Sent]) -> None:
         undo_log = UndoLog(self._locks, active.context)
         undo_log.seconds_left = partial(active.seconds_left, self._agent.clock)
         active.run_begins(undo_log)
-        if self._agent.events.listeners:
-            self._agent.events.emit("run", active.id)
+        began = 0.0 if (record := self._agent.events.record) is None else self._agent.clock.now()
         try:
             with self._inside(start.context), NOTHING if is_recording() else recording():
                 self._run(active, undo_log, start, sends)
@@ -224,6 +229,8 @@ class Participant:
             has_failed = active.run_over()
             if has_failed:
                 undo_log.undo()
+            if record is not None:
+                record("run", began, active.id, active.id.worker)
         if has_failed and active.error is not None:  # the coordinator must not take it for done
             raise fresh(active.error)
 

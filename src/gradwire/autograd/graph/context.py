@@ -221,7 +221,7 @@ class Forgetting:
         except UsageError:  # this worker has shut down
             return
         except GradwireError:
-            self._agent.events.emit("unforgotten", spoken_context(context))
+            self._agent.events.note("unforgotten", spoken_context(context))
             self._try_again(partial(self.tell, worker, context, tried + 1), tried)
 
     def ask(self, context: ContextId, tried: int = 0) -> None:

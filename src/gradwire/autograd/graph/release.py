@@ -103,7 +103,7 @@ class Releases:
                 self.expect()  # the tick may have ended meanwhile
                 return False
             except GradwireError:  # it is lost, or this worker shuts down
-                self._agent.events.emit("unreleased", worker)
+                self._agent.events.note("unreleased", worker)
         self.rode(worker, edges)
         return True
 

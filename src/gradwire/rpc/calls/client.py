@@ -28,7 +28,7 @@ from gradwire.autograd.modes import current_modes
 from gradwire.autograd.scope import current_context
 from gradwire.current import current_inbound, get_current
 from gradwire.errors import BadMessage
-from gradwire.ids import CallId, ContextId, WorkerId
+from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior, Translated
 from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.calls.futures import Environment, Future, PendingResult, ResultOrError
@@ -129,7 +129,7 @@ class Calls:
         self._device_maps = {to: checked_map(given, to) for to, given in device_maps.items()}
         self._agent, self._engine, self._refs = agent, engine, refs
         self._bodies, self._behavior, self._unawaited = bodies, behavior, count(1)
-        self._carries_modes, self._events = behavior.carries_modes, agent.events
+        self._carries_modes = behavior.carries_modes
         self._tells_of_cancels = not behavior.runs_what_is_late
         completions, of_callback = Completions(agent), behavior.of_callback
         self._environment = Environment(agent, completions, refs.on_death, of_callback)
@@ -144,8 +144,8 @@ class Calls:
         try:
             self._send(sent, target)
             context = sent.context
-            if context is not None or self._events.listeners:
-                self._after_send(sent)
+            if context is not None:
+                self._engine.called(context, to)
             if sent.checkpointed is None:
                 outcome = self._agent.wait_for(to, sent.promise)
             else:
@@ -278,8 +278,7 @@ class Calls:
         if not next(self._unawaited) % _CALLS_BETWEEN_READS:
             self._agent.read_some(sent.peer)
         self._send(sent, target)
-        if sent.context is not None or self._events.listeners:
-            self._after_send(sent)
+        self._engine.called(sent.context, sent.peer)
 
     def _send(self, sent: SentCall, target: Target) -> None:
         """Encode and send a call; if this raises, the caller undoes it. hot: each call"""
@@ -357,12 +356,6 @@ class Calls:
             self._agent.window.count_anyway(sent, size)
         else:
             self._agent.window.count_when_free(sent, size, self._agent.clock)
-
-    def _after_send(self, sent: SentCall) -> None:
-        self._engine.called(sent.context, sent.peer)
-        if self._events.listeners:
-            directory = self._agent.directory
-            self._events.emit("call", CallId(directory.me.id, sent.n), directory.name(sent.peer))
 
     def _pending(
         self,

@@ -323,6 +323,9 @@ class Future(torch.futures.Future[T]):
         Not on this thread, which reads a channel: completion runs the callbacks that torch has
         registered, which may block.
         """
+        agent, is_call = self._environment.agent, self._callee is not None
+        if is_call and (record := agent.events.record) is not None:
+            record("answered", agent.clock.now(), self._promise.request, self._callee)
         if not self._is_waited_for:
             self._environment.completions.add(self._complete)
 

@@ -27,7 +27,7 @@ from gradwire.autograd.modes import in_modes
 from gradwire.autograd.scope import stay_in
 from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
-from gradwire.ids import CallId, ContextId, ForkId
+from gradwire.ids import ContextId, ForkId
 from gradwire.rpc.codec.body import BodyCodec, tensors_in
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
@@ -346,9 +346,6 @@ class CallServer:
     ) -> bool:
         to, device_map = source.worker, source.device_map and inverted(source.device_map)
         packed = self._bodies.encode(value, to, context, "result", deadline, device_map)
-        if self._agent.events.listeners:
-            call = CallId(source.worker, source.request)
-            self._agent.events.emit("answer", call, self._agent.directory.name(source.worker))
         left = False
         try:
             result = Result(packed.body, accepted, packed.copies, source.note)

@@ -102,6 +102,7 @@ class BodyCodec:
         self, codec: Codec | PickleCodec, engine: Engine, refs: Refs, behavior: Behavior
     ) -> None:
         self._codec, self._engine, self._refs = codec, engine, refs
+        self._events = engine.events
         self._riding_to = engine.releases.riding_to
         self._devices = engine.devices
         self._leaves = behavior.leaves_outside_contexts
@@ -188,18 +189,14 @@ class BodyCodec:
     ) -> EncodedBody:
         if not tensors:
             return EncodedBody(Body(data, [], [], references, self._riding_to(to)), ())
-        if is_inside_transform() and (wrapped := wrapped_by_transform(tensors)) is not None:
-            # The memory of a wrapper does not hold its values: a functionalized one's is garbage.
-            raise NotSerializable(
-                "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
-                place=f"tensors[{wrapped}]",
-                hint="use the transform inside the function that is called, not around the call",
-            )
+        if is_inside_transform():
+            _check_not_wrapped(tensors)
         if has_tangent(tensors):
             raise NotSerializable(
                 "a tensor with a forward-mode tangent, which does not cross workers",
                 hint="differentiate in reverse, or leave dual_level() before the call",
             )
+        began = 0.0 if (record := self._events.record) is None else self._events.now()
         is_call = place != "result"  # for a result there is no line of the user's program
         if device_map is None and are_on_cpu(tensors):
             headers, payload = encode_tensors(tensors, self._limits)
@@ -212,6 +209,8 @@ class BodyCodec:
             if any(map(_flags_of, headers)):  # otherwise none requires grad
                 crossings = self._engine.attach_send(context, to, tensors, is_call=is_call)
             body = Body(data, headers, crossings, references, self._riding_to(to))
+            if record is not None:
+                record("encode", began, "", to, headers, sum(map(len, payload)))
             return EncodedBody(body, payload)
         except BaseException:
             self._release(headers, crossings, to)
@@ -264,10 +263,8 @@ class BodyCodec:
             taken.is_taken = True  # from here on they are held, and edges are dropped below
             if not headers:
                 return DecodedBody(self._decode_value(body.data, (), came))
-            if on_cpu := arrive_on_cpu(headers):
-                tensors = decode_tensors(headers, payload, self._limits)
-            else:
-                tensors = self._devices.decode(headers, payload, source)
+            on_cpu = arrive_on_cpu(headers)
+            tensors = self._tensors(headers, payload, source, on_cpu=on_cpu)
             if crossings and not is_recorded:
                 self._engine.drop_crossings(crossings, source)
                 crossings = ()
@@ -285,6 +282,23 @@ class BodyCodec:
         handoff = None if on_cpu or not is_handed_over else self._devices.handoff(tensors)
         value = self._decode_value(body.data, tensors, came)
         return DecodedBody(value, depth, len(cut), 0, handoff)
+
+    def _tensors(
+        self,
+        headers: list[TensorHeader],
+        payload: memoryview | None,
+        source: WorkerId,
+        *,
+        on_cpu: bool,
+    ) -> list[Tensor]:
+        began = 0.0 if (record := self._events.record) is None else self._events.now()
+        if on_cpu:
+            tensors = decode_tensors(headers, payload, self._limits)
+        else:
+            tensors = self._devices.decode(headers, payload, source)
+        if record is not None:
+            record("decode", began, "", source, headers, len(payload or ()))
+        return tensors
 
     def _decode_value(
         self, data: bytes, tensors: Sequence[Tensor], came: MessageRefs | None
@@ -308,6 +322,16 @@ class BodyCodec:
             decode = partial(self._codec.decode_node, node, tensors)
         with came or self._refs.unpacking((), -1):  # empty: hides those of an outer message
             return decode()
+
+
+def _check_not_wrapped(tensors: Sequence[Tensor]) -> None:
+    """The memory of a wrapper does not hold its values: a functionalized one's is garbage."""
+    if (wrapped := wrapped_by_transform(tensors)) is not None:
+        raise NotSerializable(
+            "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
+            place=f"tensors[{wrapped}]",
+            hint="use the transform inside the function that is called, not around the call",
+        )
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
