@@ -20,6 +20,10 @@ MOST_KEPT: Final = 1 << 17
 """Records of one worker, about 30 MB of them. More are dropped, the oldest first, and counted."""
 _MOST_RARE = 256
 _STORY_SECONDS, _STORY_LINES = 10.0, 8
+_SMALL = {"encode", "decode", "settled", "begin", "done", "prepared"}
+"""events that a story leaves out"""
+JOINED: Final = "was connected"
+NameOf = Callable[[WorkerId], str]
 
 Record = tuple[int, str, float, float, int, Any, Any, Any, int]
 """Its number, what, began, ended, thread, id, peer, about, bytes. A plain tuple of whatever was at
@@ -102,14 +106,18 @@ class Events:
         finally:
             self.unwatch(watcher)
 
-    def story(self) -> list[str]:
-        """The rare events of the last seconds, one line each, oldest first."""
+    def story(self, name_of: NameOf) -> str:
+        """What happened in the last seconds, a line for each event; empty if nothing did."""
         now = self.now()
-        lately = [record for record in list(self._rare) if record[2] >= now - _STORY_SECONDS]
-        lines = [_told(record, now) for record in lately[-_STORY_LINES:]]
+        latest = list(self._kept if self.record is not None else self._rare)[-_MOST_RARE:]
+        lately = [r for r in latest if r[3] >= now - _STORY_SECONDS and r[1] not in _SMALL]
+        if all(r[1] == JOINED for r in lately):
+            return ""  # it has just begun
+        told = [(now - r[3], _told(r, name_of)) for r in lately[-_STORY_LINES:]]
+        lines = [f"  {ago:.3f} s before: {text}" for ago, text in told]
         if len(lately) > len(lines):
-            lines.insert(0, f"({len(lately) - len(lines)} earlier events)")
-        return lines
+            lines.insert(0, f"  {len(lately) - len(lines)} events, and")
+        return "\n".join(lines)
 
 
 def _adder(kept: deque[Record], numbers: count[int], now: Callable[[], float]) -> Add:
@@ -129,7 +137,9 @@ def _adder(kept: deque[Record], numbers: count[int], now: Callable[[], float]) -
     return add
 
 
-def _told(record: Record, now: float) -> str:
-    _, what, _, ended, _, id, peer, about, _ = record
-    words = [what, str(id), "" if peer is None else f"of {peer}", str(about)]
-    return f"{now - ended:.3f} s before: " + " ".join(word for word in words if word)
+def _told(record: Record, name_of: NameOf) -> str:
+    _, what, _, _, _, id, peer, about, _ = record
+    name = name_of(peer) if isinstance(peer, int) else peer
+    about = about[0] if isinstance(about, tuple) else about
+    words = [what, str(id or ""), about if isinstance(about, str) else ""]
+    return " ".join(filter(None, [f"{name}:" if name else "", *words]))

@@ -28,7 +28,7 @@ from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Payload, Sour
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job, mine
 from gradwire.errors import DeadlinePassed, GradwireError, PeerLost, UsageError
-from gradwire.events import Events
+from gradwire.events import JOINED, Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Options
 from gradwire.threads import FORKED, WorkerLocks, call_after_fork, check_gil, check_may_wait
@@ -52,6 +52,7 @@ OnLost = Callable[[WorkerId, PeerLost], None]
 OnAnswer = Callable[[WorkerId, Message], None]
 Concerns = Callable[[Message], object]
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 @final
@@ -243,7 +244,8 @@ class Agent:
     def _named(self, error: BaseException, to: WorkerId, what: str, phase: str) -> BaseException:
         if isinstance(error, PeerLost) and not self.directory.has(to):
             self._lost(to, error, error.link)
-        return unsent(self.directory.name(to), what, phase, error)
+        named = unsent(self.directory.name(to), what, phase, error)
+        return self.with_story(named) if isinstance(named, GradwireError) else named
 
     def _settle(self, pending: Pending, outcome: Outcome) -> None:
         """End a request that was taken out of the table. Doing it twice does no harm."""
@@ -412,7 +414,8 @@ class Agent:
         late, following = self._calls.expire(now)
         for pending in late:
             name, silence = self.directory.name(pending.peer), self.silence_of(pending.peer)
-            self._settle(pending, pending.late(name, self.directory.me.id, silence))
+            late_by = pending.late(name, self.directory.me.id, silence)
+            self._settle(pending, self.with_story(late_by))
         self._cancels.send(late)
         return following
 
@@ -421,17 +424,26 @@ class Agent:
         name, link, now = self.directory.name(worker), channel.remote, self.clock.now()
         self.noting.note(worker, reason)
         for pending in lost:
-            self._settle(pending, pending.lost(name, self.directory.me.id, reason, link, now))
+            error = pending.lost(name, self.directory.me.id, reason, link, now)
+            self._settle(pending, self.with_story(error))
         self._cancels.stop(self.dispatch.inbound_on(channel), f"the caller {name} was lost")
         if last:
             self._lost(worker, reason, link)
 
+    def with_story(self, error: E) -> E:
+        """The error, with a note of what happened here in the last seconds."""
+        if story := self.events.story(self.directory.name):
+            error.add_note(f"before this, on {self.directory.me.name}:\n{story}")
+        return error
+
     def _joined(self, worker: WorkerId) -> None:
+        self.events.note(JOINED, "", worker)
         for listener in self._joined_listeners:
             listener(worker)
 
     def _lost(self, worker: WorkerId, reason: GradwireError, link: str = "") -> None:
         name, where = self.directory.name(worker), f" [{link}]" if link else ""
+        self.events.note("was lost", "", worker, str(reason))
         for listener in self._lost_listeners:
             lost = PeerLost(f"{name} was lost: {reason}{where}")
             listener(worker, lost.about(name, link=link))

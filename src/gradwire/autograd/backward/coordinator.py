@@ -28,7 +28,7 @@ from gradwire.autograd.modes import current_modes
 from gradwire.autograd.undo.leaf import LeafLocks
 from gradwire.autograd.undo.nested_pass import EndOfRun, Nested, Outcomes, inside_now
 from gradwire.autograd.undo.undo_log import UndoLog, undo_log_of_run
-from gradwire.errors import BadMessage, GradwireError, PeerLost, UsageError
+from gradwire.errors import BadMessage, DeadlinePassed, GradwireError, PeerLost, UsageError
 from gradwire.ids import PassId, WorkerId
 from gradwire.options import DEFAULT, Timeout
 from gradwire.torch_private import (
@@ -148,7 +148,11 @@ class Coordinator:
         """
         theirs, needed = by_worker(edges), None
         mine = theirs.pop(self._me, NOTHING)
-        sends = self._edges.sends_in(mine, theirs, self._agent.directory.name)
+        try:
+            sends = self._edges.sends_in(mine, theirs, self._agent.directory.name)
+        except PeerLost as lost:
+            self._agent.with_story(lost)
+            raise
         if is_partial:
             mine = union([one(sent.edge) for sent in sends if will_execute(sent.node)])
             needed = to_wire(mine)
@@ -269,6 +273,8 @@ class Coordinator:
         rollback = Rollback(self._agent, self._rollbacks, self._broken, active.id, workers, failure)
         deadline = max(active.deadline, self._agent.clock.now() + _GRACE_SECONDS)
         silent = rollback.wait(deadline, END_SECONDS)
+        if isinstance(error or active.error, PeerLost | DeadlinePassed):
+            self._agent.with_story(told)
         self._agent.events.note("fail", active.id, None, f"{type(told).__name__}: {told}")
         for remark in rollback.remarks:
             told.add_note(remark)
