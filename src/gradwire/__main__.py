@@ -15,6 +15,7 @@ from gradwire.options import with_workers
 
 _EXAMPLES = """examples:
   gradwire run -n 3 train.py --epochs 2         start train.py, whose gradwire.run(fn) has 3 workers
+  gradwire run -n 3 --trace t.json.gz train.py  the same, and see where its time went
   gradwire secret --out job.secret              a secret for workers on several machines
   gradwire certs --out certs --workers w0,w1    certificates, for TLS between machines
 """
@@ -43,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="start a program whose gradwire.run() starts N workers")
     run.add_argument("-n", "--workers", type=int, required=True, metavar="N", help="how many")
+    trace_help = "trace the function that run() calls into this .json or .json.gz file"
+    run.add_argument("--trace", metavar="FILE", help=trace_help)
     run.add_argument("program", help="the program, a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     run.set_defaults(act=_run)
@@ -68,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     """Become the program, so that it is `__main__` and gets signals and the terminal."""
     command = [sys.executable, options.program, *options.arguments]
     sys.stdout.flush()
-    os.execve(sys.executable, command, with_workers(options.workers))
+    os.execve(sys.executable, command, with_workers(options.workers, options.trace))
 
 
 def _secret(options: argparse.Namespace) -> None:

@@ -203,9 +203,18 @@ def workers_from_environment() -> int | None:
     return _maybe_int(_WORKERS_VARIABLE)
 
 
-def with_workers(count: int) -> dict[str, str]:
+def with_workers(count: int, trace: str | None = None) -> dict[str, str]:
     """The environment of a program whose `run` starts so many workers, whatever started us."""
-    return {**os.environ, _WORKERS_VARIABLE: str(count), LAUNCHER_VARIABLE: "none"}
+    found = {**os.environ, _WORKERS_VARIABLE: str(count), LAUNCHER_VARIABLE: "none"}
+    return found if trace is None else {**found, _TRACE_VARIABLE: os.path.abspath(trace)}
+
+
+_TRACE_VARIABLE = "GRADWIRE_TRACE"
+
+
+def trace_from_environment() -> str | None:
+    """GRADWIRE_TRACE: the file in which `run` traces the function that it calls."""
+    return os.environ.get(_TRACE_VARIABLE) or None
 
 
 def place_from_environment() -> Place | None:

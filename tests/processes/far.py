@@ -170,6 +170,11 @@ def cubed(x):
     return x**3
 
 
+def after(seconds):
+    """A function that is slow: what is measured is how long it takes."""
+    time.sleep(seconds)
+
+
 def where_of(reference):
     return reference.rpc_sync().where()
 

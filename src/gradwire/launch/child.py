@@ -38,6 +38,7 @@ from gradwire.rpc.api import Names, default_name, init_rpc, shutdown
 from gradwire.rpc.codec.pickle_codec import dumps, loads
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Worker
+from gradwire.seeing.trace import traced_if_asked
 
 _log = logging.getLogger("gradwire")
 
@@ -160,11 +161,13 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
         me = os.getpid()
-        value, draft = fn(*args), spec.returned.with_suffix(".draft")
+        with traced_if_asked():
+            value = fn(*args)
         if os.getpid() != me:  # a process that it has forked: its value is not that of the run
             sys.exit(0)
         what = f"what the function returned (a {type(value).__name__})"
         hint = "return plain values and tensors; references end with their workers"
+        draft = spec.returned.with_suffix(".draft")
         draft.write_bytes(pickled(value, what, hint=hint))
         draft.replace(spec.returned)  # atomically: once it exists, the function is not called again
     pipe.send_bytes(RETURNED.encode())

@@ -25,6 +25,7 @@ from gradwire.options import Options
 from gradwire.places import LAUNCHER_VARIABLE, Place
 from gradwire.rpc.api import Names, default_name, init_rpc, shutdown
 from gradwire.rpc.worker import Exposed, Worker
+from gradwire.seeing.trace import traced_if_asked
 
 T = TypeVar("T")
 _log = logging.getLogger("gradwire")
@@ -80,7 +81,8 @@ def run_in_place(
             if place.rank != CALLER:
                 _serve(names(CALLER))
                 return cast(T, None)
-            value = fn(*args)
+            with traced_if_asked():
+                value = fn(*args)
             if current_worker.maybe_default() is not None:  # else the function called shutdown()
                 shutdown()
             return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, final
 
@@ -20,7 +21,7 @@ from gradwire.errors import OverLimit, PeerLost, UsageError
 from gradwire.events import Record as KeptRecord
 from gradwire.ids import CallId, WorkerId
 from gradwire.rpc.calls.client import display_name
-from gradwire.rpc.worker import Worker, serve_on_every_worker
+from gradwire.rpc.worker import Worker
 from gradwire.seeing.messages import (
     ClockRead,
     Event,
@@ -36,6 +37,7 @@ from gradwire.wire.tensor import DTYPES, TensorHeader
 _ANSWER_SECONDS = 60.0
 _EVENTS_IN_AN_ANSWER: Final = 20_000
 _TRACES_OF_A_PEER = 4
+_JOBS_SECONDS, _LOOK_AGAIN_SECONDS = 0.1, 0.001
 _TEXT = 200
 _SHAPES = 3
 _OF_THE_PEER = {"serve", "answer"}
@@ -151,6 +153,8 @@ class Recorder:
 
     def _serve_take(self, message: Take, _: Payload, source: Source) -> None:
         key, dropped = (source.worker, message.trace), 0
+        if key in self._recording:
+            self._let_jobs_end()
         with self._lock:
             first = self._recording.get(key)
             if first is not None:
@@ -169,6 +173,12 @@ class Recorder:
         deadline = self._agent.clock.now() + _ANSWER_SECONDS
         self._agent.answer(source, taken, [body], deadline=deadline)
 
+    def _let_jobs_end(self) -> None:
+        """Give jobs that have just sent their answer the time to record that they are over."""
+        dispatch, limit = self._agent.dispatch, time.monotonic() + _JOBS_SECONDS
+        while dispatch.active > 1 and time.monotonic() < limit:  # this one is the other
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
     def _ways(self) -> dict[str, str]:
         agent, others = self._agent, self._agent.directory.others()
         links = {info.name: agent.link_to(info.id) for info in others}
@@ -184,6 +194,3 @@ class Recorder:
             if key[0] == worker:
                 self._end(key)
                 self._ended.pop(key, None)
-
-
-serve_on_every_worker(Recorder)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from gradwire.seeing.clocks import SAME_CLOCK, Offsets
 from gradwire.seeing.messages import Event
 
-Way = Literal["call", "answer", "gradient", "start", "end"]
+Way = Literal["call", "answer", "gradient", "start", "end", "hand over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +119,16 @@ _NAMES = {
     "step": "optimizer step",
     "answer": "send the answer",
     "gradients": "send gradients",
+    "handed over": "answer later",
 }
-_INSTANTS = {"start", "end", "begin", "done", "prepared", "answered"}
+_INSTANTS = {"start", "end", "begin", "done", "prepared", "answered", "hand over"}
 _LEAVES: dict[str, Way] = {
     "call": "call",
     "answer": "answer",
     "gradients": "gradient",
     "begin": "start",
     "done": "end",
+    "hand over": "hand over",
 }
 """events with which something leaves"""
 _COMES: dict[str, Way] = {
@@ -136,9 +138,10 @@ _COMES: dict[str, Way] = {
     "settled": "gradient",
     "run": "start",
     "awaited": "end",
+    "handed over": "hand over",
 }
 """events that begin or end with something that came"""
-_BEGINS = {"serve", "run"}
+_BEGINS = {"serve", "run", "handed over"}
 SHORT = 20e-6
 """A wait shorter than this has not waited: what came was there already."""
 
@@ -269,44 +272,60 @@ def _in_flight(timed: Sequence[_Timed], length: float) -> list[InFlight]:
     ]
 
 
+_Left = dict[tuple[Way, str, str], _Timed]
+"""what left: by what it is, its id, and the worker that it left for"""
+
+
 def _arrows(timed: Sequence[_Timed]) -> tuple[list[Arrow], int]:
     """What left and came: the ends of an arrow have the same id on both workers."""
-    left: dict[tuple[Way, str, str], _Timed] = {}
+    left: _Left = {}
     for each in timed:
-        way = _LEAVES.get(each.event.what)
-        if way and each.event.id:  # of several, the last: the earlier ones were not answered
-            left[way, each.event.id, each.event.peer] = each
+        kind = _LEAVES.get(each.event.what)
+        if kind and each.event.id:  # of several, the last: the earlier ones were not answered
+            left[kind, each.event.id, each.event.peer] = each
     functions = {each.event.id: each.event.about for each in timed if each.event.what == "call"}
     waited = {(each.track, each.event.id) for each in timed if each.event.what == "waited"}
     seen: set[object] = {(track.worker, id, "answered") for track, id in waited}
     arrows, moved = [], 0
     for each in timed:
-        event, way = each.event, _COMES.get(each.event.what)
-        key = (way, event.id, each.track.worker)
+        event = each.event
         once = (each.track.worker, event.id, event.what)
-        source = left.get(key) if way else None  # type: ignore[arg-type]
-        if way is None or source is None or once in seen:
+        found = _source(each, left)
+        if found is None or once in seen:
             continue
         seen.add(once)
-        came = each.began if event.what in _BEGINS else each.ended
+        (way, source), began = found, event.what in _BEGINS
+        came = each.began if began else each.ended
         if came < source.began:
             came, moved = source.began, moved + 1
-        woke = event.what in _BEGINS or each.ended - each.began >= SHORT
         arrows.append(
             Arrow(
                 way,
                 _name(way, functions.get(event.id, "")),
                 event.id,
                 source.track,
-                min(source.ended, came),
+                source.ended if source.ended <= came else source.began,
                 each.track,
                 came,
                 source.event.size,
                 source.event.tensors,
-                woke=woke and event.what != "answered",
+                woke=event.what != "answered" and (began or each.ended - each.began >= SHORT),
             )
         )
     return arrows, moved
+
+
+def _source(each: _Timed, left: _Left) -> tuple[Way, _Timed] | None:
+    """What it came from, if that was recorded."""
+    event, way = each.event, _COMES.get(each.event.what)
+    if way is None:
+        return None
+    source = left.get((way, event.id, each.track.worker))
+    if event.what == "run" and event.about:  # it waited until there were gradients
+        first = left.get(("gradient", event.about, each.track.worker))
+        if first is not None and (source is None or first.began > source.began):
+            return "gradient", first
+    return None if source is None else (way, source)
 
 
 def _name(way: Way, function: str) -> str:
@@ -321,3 +340,5 @@ def _name(way: Way, function: str) -> str:
             return "start of the backward"
         case "end":
             return "end of the backward"
+        case "hand over":
+            return "to another thread"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gzip
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 from threading import get_ident
@@ -28,7 +28,8 @@ from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.current import current_worker
 from gradwire.errors import BadMessage, GradwireError, UsageError
 from gradwire.ids import WorkerId
-from gradwire.rpc.worker import Worker
+from gradwire.options import trace_from_environment
+from gradwire.rpc.worker import Worker, serve_on_every_worker
 from gradwire.seeing import clocks
 from gradwire.seeing.critical_path import Part, critical_path
 from gradwire.seeing.messages import (
@@ -41,6 +42,7 @@ from gradwire.seeing.messages import (
     Take,
 )
 from gradwire.seeing.perfetto import perfetto
+from gradwire.seeing.recording import Recorder
 from gradwire.seeing.summary import summary
 from gradwire.seeing.timeline import Log, Timeline, timeline_of
 from gradwire.torch_private import is_profiled
@@ -54,6 +56,7 @@ _ENDINGS: Final = (".json", ".json.gz")
 _numbers = count(1)
 _decode = msgspec.msgpack.Decoder(list[Event]).decode
 M = TypeVar("M", bound=Message)
+serve_on_every_worker(Recorder)
 
 
 @final
@@ -92,18 +95,22 @@ class Trace:
         ended = self._worker.agent.clock.now()
         self._read_clocks(first=False)
         logs = self._take()
+        if self._worker.name in {log.worker for log in logs}:
+            self._make(logs, ended)
+        else:
+            self.text = "no trace"
+        for name, why in self.missing.items():
+            self.text += f"\n no events of {name}: {why}"
+        if self._show:
+            print(self.text, file=sys.stderr)
+
+    def _make(self, logs: list[Log], ended: float) -> None:
         root = self._worker.name, self._thread
-        if self._worker.name not in {log.worker for log in logs}:
-            return  # it was shut down inside the block
         self.timeline = timeline_of(logs, self._began, ended, root)
         self.path = critical_path(self.timeline)
         if self.file is not None:
             _write(self.file, perfetto(self.timeline, self.path))
         self.text = summary(self.timeline, self.path, str(self.file or ""))
-        for name, why in self.missing.items():
-            self.text += f"\n no events of {name}: {why}"
-        if self._show:
-            print(self.text, file=sys.stderr)
 
     # -- asking the workers
 
@@ -231,6 +238,12 @@ def trace(file: str | Path | None = None, *, show: bool = True) -> Trace:
             f"a trace is not written to {path.name!r}", hint="name a .json or a .json.gz file"
         )
     return Trace(path, show=show)
+
+
+def traced_if_asked() -> AbstractContextManager[object]:
+    """A trace into the file that the environment names, if it names one."""
+    file = trace_from_environment()
+    return nullcontext() if file is None else trace(file)
 
 
 @final

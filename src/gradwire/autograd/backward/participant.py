@@ -212,7 +212,9 @@ class Participant:
         undo_log = UndoLog(self._locks, active.context)
         undo_log.seconds_left = partial(active.seconds_left, self._agent.clock)
         active.run_begins(undo_log)
-        began = 0.0 if (record := self._agent.events.record) is None else self._agent.clock.now()
+        began, first = 0.0, None
+        if (record := self._agent.events.record) is not None:
+            began, first = self._agent.clock.now(), next(iter(active.settled), None)
         try:
             with self._inside(start.context), NOTHING if is_recording() else recording():
                 self._run(active, undo_log, start, sends)
@@ -230,7 +232,7 @@ class Participant:
             if has_failed:
                 undo_log.undo()
             if record is not None:
-                record("run", began, active.id, active.id.worker)
+                record("run", began, active.id, active.id.worker, first or "")
         if has_failed and active.error is not None:  # the coordinator must not take it for done
             raise fresh(active.error)
 

@@ -20,14 +20,16 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from gradwire.agent.devices.maps import inverted
 from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
-from gradwire.agent.requests.timer import ShortenedDeadline
+from gradwire.agent.requests.timer import Clock, ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.api import check_scalar_root
 from gradwire.autograd.modes import in_modes
 from gradwire.autograd.scope import stay_in
 from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
-from gradwire.ids import ContextId, ForkId
+from gradwire.events import Add
+from gradwire.ids import CallId, ContextId, ForkId, WorkerId
 from gradwire.rpc.codec.body import BodyCodec, tensors_in
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
 from gradwire.rpc.expose.registry import Registry
@@ -288,6 +290,11 @@ class CallServer:
     def _answer_on_pool(self, source: Source, answer: Use, content: Content) -> None:
         """Answer on the pool: the thread that settles a future may be one that reads a channel."""
         job = partial(self._agent.guarded, source, partial(answer, content))
+        if (record := self._agent.events.record) is not None:
+            me, now = self._agent.directory.me.id, self._agent.clock.now()
+            call = CallId(source.worker, source.request)
+            record("hand over", now, call, me)
+            job = partial(_handed_over, job, record, call, me, self._agent.clock)
         self._agent.dispatch.service.submit_or_run(job)
 
     def _function_in(self, first: object, name: str, deadline: float) -> Callable[..., object]:
@@ -380,6 +387,13 @@ class CallServer:
             self._engine.works_in(context.id, source)
             self._engine.coordinator.backward(context, [root], retain_graph=message.retain_graph)
         self._agent.answer(source, Done(), deadline=deadline)
+
+
+def _handed_over(job: Job, record: Add, call: CallId, me: WorkerId, clock: Clock) -> None:
+    """An answer that another thread has computed is sent by this one."""
+    began = clock.now()
+    job()
+    record("handed over", began, call, me)
 
 
 def checked_tensor(value: object) -> torch.Tensor:
