@@ -58,6 +58,7 @@ ELSEWHERE = {
         "docs/concepts/membership.md",
         "for attempt in gradwire.retrying(times=5, restore=restore):",
     ): "test_guide.py",  # as a part of a program of the guide
+    (f"{GUIDE}seeing.md", "1 root on w0, 2 workers, 2 edges of 4 KiB"): "seeing/test_graph.py",
     (f"{GUIDE}failures.md", "import os"): "test_failures.py",
     (f"{GUIDE}failures.md", "def main():"): "test_failures.py",
     (f"{GUIDE}failures.md", 'faults = "kill before-reply Call on w1"'): "test_failures.py",
@@ -156,6 +157,7 @@ PAGES = {
     f"{GUIDE}getting-started.md": IMPORTS + MODEL,
     f"{GUIDE}restarts.md": IMPORTS + TRAINING,
     f"{GUIDE}failures.md": "import gradwire\nimport torch\n",
+    f"{GUIDE}seeing.md": "import gradwire\nimport torch\n",
     "docs/reference.md": IMPORTS + MODEL + TRAINING,
 }
 """what a module of the reader's has by then"""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from docs.generate import architecture, reference, size, wire
+from docs.generate import architecture, graph, reference, size, wire
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "gradwire"
@@ -41,4 +41,5 @@ PAGES = [
     Page(ROOT / "docs" / "reference.md", lambda _: reference.page()),
     Page(ROOT / "README.md", lambda text: size.in_text(text, PACKAGE)),
     Page(ROOT / "docs" / "architecture.svg", lambda _: architecture.page(PACKAGE)),
+    Page(ROOT / "docs" / "graph.svg", lambda _: graph.page()),
 ]

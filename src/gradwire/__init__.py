@@ -52,6 +52,8 @@ from gradwire.rpc.expose.async_execution import async_execution
 from gradwire.rpc.expose.registry import expose
 from gradwire.rpc.retry import idempotent, retrying
 from gradwire.rpc.rref import RRef
+from gradwire.seeing.graph import graph
+from gradwire.seeing.graph_picture import Graph
 from gradwire.seeing.trace import Trace, span, trace
 
 if typing.TYPE_CHECKING:
@@ -95,6 +97,8 @@ __all__ = [  # in the order one learns them
     "DistributedOptimizer",
     "clip_grad_norm_",
     # see what it does
+    "graph",
+    "Graph",
     "trace",
     "Trace",
     "span",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import repeat, starmap
 from operator import attrgetter, methodcaller
 from typing import Any, cast
@@ -46,6 +46,7 @@ _NEEDED = (
     "torch.autograd.Variable._execution_engine.is_checkpoint_valid",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd.Variable._execution_engine.run_backward",
+    "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.graph.Node._sequence_nr",
     "torch.autograd.Function._backward_cls",
     "torch.autograd.forward_ad._current_level",
@@ -358,3 +359,33 @@ def has_composite_kernel(operator: Any) -> bool:  # noqa: ANN401
 def run_composite_kernel(operator: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401
     """Run the operators that it calls. Not `decompose`, which may be in Python with other ones."""
     return operator._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+# -- what a node has saved, for pictures of a graph
+
+
+@cache
+def _names_of_saved(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def saved_by(node: Node) -> list[tuple[object, Callable[[Any], torch.Tensor] | None]]:
+    """What a node has saved for its backward, not unpacked: pairs of what is kept, and a hook.
+
+    Without a hook that is the tensor itself, or None once the graph was freed. A torch that does
+    not tell gives NOT_TOLD.
+    """
+    found: list[tuple[object, Callable[[Any], torch.Tensor] | None]] = []
+    for name in _names_of_saved(type(node)):
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # the graph was freed
+            continue
+        for each in saved if isinstance(saved, tuple | list) else (saved,):
+            kept = getattr(each, "data", NOT_TOLD)
+            found.append((kept, getattr(each, "unpack_hook", None)))
+    return found
+
+
+NOT_TOLD = object()
+"""Stands for a saved tensor that torch does not show without unpacking it."""

@@ -46,7 +46,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 
@@ -318,6 +318,11 @@ def _unpack(saved: _Saved) -> torch.Tensor:
     # A replaced storage no longer shares the parameter's version: .data has one of its own.
     copy = generation.copies.get(id(tensor))
     return (tensor if copy is None else copy).data
+
+
+def kept_in(saved: object, unpack: object) -> object:
+    """What a graph keeps of a tensor that it saved under these hooks, or `saved` if it did not."""
+    return cast(_Saved, saved)[0] if unpack is _unpack else saved
 
 
 def _leave(entry: _Entry, own: Any, parameter: torch.Tensor) -> None:  # noqa: ANN401

@@ -150,7 +150,7 @@ class Recv(Function):
         return node.nothing
 
 
-named_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
+SEND = named_nodes(Send, "torch::distributed::autograd::SendRpcBackward")
 RECV = named_nodes(Recv, "torch::distributed::autograd::RecvRpcBackward")
 
 

@@ -71,6 +71,12 @@ def meets(lineage: Lineage, other: Lineage) -> bool:
     return any(bits & other.get(chunk, 0) for chunk, bits in lineage.items())
 
 
+def has(lineage: Lineage, edge: EdgeId) -> bool:
+    """Whether it is one of these."""
+    place = edge.worker << _WORKER_BITS | edge.n
+    return bool(lineage.get(place >> _CHUNK_BITS, 0) >> (place & _IN_CHUNK) & 1)
+
+
 def of_worker(lineage: Lineage, worker: WorkerId) -> Lineage:
     """The edges that this worker has sent. hot: each crossing and each pass"""
     found = {}
@@ -106,6 +112,25 @@ def numbers(lineage: Lineage) -> Iterator[int]:
             lowest = bits & -bits
             yield first + lowest.bit_length() - 1
             bits ^= lowest
+
+
+def latest_numbers(lineage: Lineage, most: int) -> list[int]:
+    """The greatest numbers among the edges of one worker, highest first."""
+    found: list[int] = []
+    for chunk in sorted(lineage, reverse=True):
+        bits, first = lineage[chunk], chunk << _CHUNK_BITS & _NUMBER
+        while bits:
+            if len(found) == most:
+                return found
+            top = bits.bit_length() - 1
+            found.append(first + top)
+            bits ^= 1 << top
+    return found
+
+
+def size(lineage: Lineage) -> int:
+    """How many edges there are."""
+    return sum(bits.bit_count() for bits in lineage.values())
 
 
 def to_wire(lineage: Lineage) -> Wire:

@@ -163,7 +163,7 @@ class Calls:
             lift_this_thread(unpacked.depth)
         if (unpacked.cut or unpacked.copies) and is_grad_enabled():
             what = self._name_on(to, target.description or target.name)
-            warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies)
+            warn_of_cut(unpacked.cut, f"the result of {what}", unpacked.copies, source=to)
         return unpacked.value
 
     def _give_up(self, promise: Promise[Outcome], peer: WorkerId, context: InContext) -> None:
@@ -344,7 +344,7 @@ class Calls:
     def _warn_of_cut(self, packed: EncodedBody, what: str, to: WorkerId) -> None:
         cut = cut_tensors(packed.body.tensors, packed.body.crossings)
         where = f"the arguments of {what} on {self._agent.directory.name(to)}"
-        warn_of_cut(len(cut), where, packed.copies)
+        warn_of_cut(len(cut), where, packed.copies, to=to)
 
     def _wait(self, sent: SentCall, size: int) -> None:
         """Wait until the window has room.
@@ -408,7 +408,9 @@ class Calls:
             is_handed_over=is_handed_over,
             taken=cast(Taken, answer),
         )
-        return replace(unpacked, copies=result.copies) if result.copies > 0 else unpacked
+        if result.copies > 0:
+            return replace(unpacked, copies=result.copies, source=peer)
+        return unpacked
 
     def _result_came(self, peer: WorkerId, result: Message) -> None:
         """At once: a future may be read much later."""

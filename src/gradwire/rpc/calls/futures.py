@@ -130,7 +130,8 @@ class PendingResult(Generic[T]):
             result.handoff()
         if result.cut or result.copies:
             self._result = replace(result, cut=0, copies=0)
-            warn_of_cut(result.cut, f"the result of {self.what()}", result.copies)
+            what = f"the result of {self.what()}"
+            warn_of_cut(result.cut, what, result.copies, source=result.source)
         return result.value  # type: ignore[no-any-return]
 
 

@@ -83,6 +83,8 @@ class DecodedBody(msgspec.Struct, frozen=True):
     copies: int = 0
     handoff: Handoff | None = None
     """of a value on a device: another thread calls this before it uses the value"""
+    source: WorkerId | None = None
+    """the worker that sent it, if `cut` or `copies` is not 0"""
 
 
 class Taken:
@@ -281,7 +283,7 @@ class BodyCodec:
             tensors[n].requires_grad_()
         handoff = None if on_cpu or not is_handed_over else self._devices.handoff(tensors)
         value = self._decode_value(body.data, tensors, came)
-        return DecodedBody(value, depth, len(cut), 0, handoff)
+        return DecodedBody(value, depth, len(cut), 0, handoff, source if cut else None)
 
     def _tensors(
         self,
