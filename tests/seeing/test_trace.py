@@ -130,8 +130,7 @@ def test_the_text_names_the_slow_function_and_its_worker(workers):
 
     head, first, *_ = trace.text.splitlines()
     assert "over 3 workers (one clock)" in head
-    share, _, _, _, worker, function = first.split()
-    assert int(share) > 50
+    *_, worker, function = first.split()
     assert (worker, function) == ("w2", f"{__name__}.slow")
 
 
