@@ -52,6 +52,7 @@ _NEEDED = (
     "torch.autograd.forward_ad._current_level",
     "torch.autograd._profiler_enabled",
     "torch.autograd.profiler._is_profiler_enabled",
+    "torch._C._profiler._ExperimentalConfig",
     "torch.Tensor._use_count",
     "torch.Tensor._version",
     # used by rpc, optim and compat
@@ -389,3 +390,14 @@ def saved_by(node: Node) -> list[tuple[object, Callable[[Any], torch.Tensor] | N
 
 NOT_TOLD = object()
 """Stands for a saved tensor that torch does not show without unpacking it."""
+
+
+def new_profile() -> torch.profiler.profile:
+    """A profile of all threads of this process, not begun."""
+    activities = {torch.profiler.ProfilerActivity.CPU}
+    if torch.cuda.is_available():
+        activities.add(torch.profiler.ProfilerActivity.CUDA)
+    config = _C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return torch.profiler.profile(
+        activities=activities, record_shapes=True, experimental_config=config
+    )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tarfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -124,4 +127,74 @@ def test_a_traced_program_under_torchrun(tmp_path):
     )
 
     assert done.returncode == 0, done.stderr
+    check_rows(json.loads(file.read_bytes())["traceEvents"])
+
+
+def test_torch_s_profiles_ride_along_and_are_in_time(workers, tmp_path):
+    with gradwire.trace(tmp_path / "step.tar", show=False, torch=True) as trace:
+        gradwire.rpc_sync("w1", torch.matmul, args=(torch.ones(64, 64), torch.ones(64, 64)))
+
+    assert trace.missing == {}
+    with tarfile.open(tmp_path / "step.tar") as tar:
+        content = {name: tar.extractfile(name).read() for name in tar.getnames()}
+    (ours, *others) = json.loads(content["perfetto_manifest.json"])["perfetto_manifest"]["files"]
+    assert ours == {"path": "gradwire.json.gz"}
+    assert [each["path"] for each in others] == [f"torch-w{n}.json.gz" for n in range(3)]
+    rows = json.loads(gzip.decompress(content["gradwire.json.gz"]))["traceEvents"]
+    check_rows(rows)
+    (served,) = [row for row in rows if row["ph"] == "X" and row["name"] == "torch.matmul"]
+    profile = json.loads(gzip.decompress(content["torch-w1.json.gz"]))
+    assert profile["distributedInfo"] == {"rank": 1, "world_size": 3, "backend": "gradwire"}
+    (product,) = [row for row in profile["traceEvents"] if row["name"] == "aten::matmul"]
+    at = product["ts"] + others[1]["clocks"]["offset_ns"] / 1000
+    assert served["ts"] - 1000 < at < served["ts"] + served["dur"] + 1000
+
+
+OTHER_CLOCK = ["unshare", "--time", "--monotonic", "1000", "--fork"]
+SKEWED = """
+import sys, torch, gradwire as gw
+
+def main():
+    x = torch.ones(3, requires_grad=True)
+    with gw.trace(sys.argv[1]) as trace:
+        gw.rpc_sync("w1", torch.sin, args=(x,)).sum().backward()
+    timeline = trace.timeline
+    assert 0 < timeline.uncertainty < 0.5, timeline.uncertainty
+    assert [one for one in timeline.slices if one.track.worker == "w1"]
+    assert abs(timeline.logs["w1"].offsets.first.seconds + 1000) < 1
+    assert trace.missing == {}
+
+if __name__ == "__main__":
+    gw.run(main)
+"""
+
+
+def _has_other_clocks():
+    command = [*OTHER_CLOCK, "true"]
+    return shutil.which("unshare") and not subprocess.run(command, capture_output=True).returncode
+
+
+@pytest.mark.skipif(not _has_other_clocks(), reason="needs a time namespace, so root on Linux")
+def test_the_clock_of_another_machine_is_measured(tmp_path):
+    script, file = tmp_path / "skewed.py", tmp_path / "step.json"
+    script.write_text(SKEWED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, str(script), str(file)]
+
+    other = subprocess.Popen([*OTHER_CLOCK, *command], env={**os.environ, **job, "RANK": "1"})
+    done = subprocess.run(
+        command,
+        env={**os.environ, **job, "RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert other.wait(60) == 0
+    assert "over 2 workers (clocks known to ±" in done.stderr
     check_rows(json.loads(file.read_bytes())["traceEvents"])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import tarfile
 import threading
 import time
 from itertools import pairwise
@@ -307,3 +308,28 @@ def test_a_worker_records_for_a_few_traces_of_each_peer_and_forgets_those_of_the
 def test_another_kind_of_file_is_refused(workers):
     with pytest.raises(UsageError, match=r"name a \.json or a \.json\.gz file"):
         workers[0].run(gw.trace, "step.html")
+    with pytest.raises(UsageError, match=r"with torch=True is not written(.|\n)*name a \.tar file"):
+        workers[0].run(lambda: gw.trace("step.json", torch=True))
+
+
+@pytest.mark.slow
+def test_a_process_is_profiled_once_whatever_its_workers(workers, tmp_path):
+    def run():
+        with gw.trace(tmp_path / "step.tar", show=False, torch=True) as trace:
+            step()
+        return trace
+
+    assert workers[0].run(run).missing == {}
+    with tarfile.open(tmp_path / "step.tar") as tar:
+        assert tar.getnames() == ["perfetto_manifest.json", "gradwire.json.gz", "torch-w0.json.gz"]
+
+
+@pytest.mark.slow
+def test_a_profile_that_torch_refuses_is_said_to_be_missing(workers, tmp_path):
+    def run():
+        file = tmp_path / "step.tar"
+        with torch.profiler.profile(), gw.trace(file, show=False, torch=True) as trace:
+            step()
+        return trace
+
+    assert "this process takes a profile already" in workers[0].run(run).missing["w0"]

@@ -53,6 +53,8 @@ class NowRecording(Message, frozen=True, tag=0x71):
     machine: str
     """the same on all workers whose clocks are one; empty if unknown"""
     host: str
+    profiles: bool = False
+    """whether torch's profiler runs for this trace"""
 
 
 class ReadClock(Message, frozen=True, tag=0x72):
@@ -94,3 +96,6 @@ class ProfilePart(Message, frozen=True, tag=0x77):
     """The bytes are the payload; `total` is the length of the whole profile."""
 
     total: int
+    ahead: int
+    """nanoseconds by which its clock is ahead of the clock of the events"""
+    failure: str = ""

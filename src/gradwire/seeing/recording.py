@@ -10,12 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final, final
 
 import msgspec
 
 from gradwire.agent.agent import Agent
-from gradwire.agent.requests.timer import Clock
+from gradwire.agent.requests.timer import Clock, MonotonicClock
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.errors import OverLimit, PeerLost, UsageError
 from gradwire.events import Record as KeptRecord
@@ -27,15 +28,19 @@ from gradwire.seeing.messages import (
     Event,
     EventsTaken,
     NowRecording,
+    ProfilePart,
     ReadClock,
     Record,
     Take,
+    TakeProfile,
 )
+from gradwire.seeing.profiles import TorchProfile, begin_profile
 from gradwire.transport.near import this_machine
 from gradwire.wire.tensor import DTYPES, TensorHeader
 
 _ANSWER_SECONDS = 60.0
 _EVENTS_IN_AN_ANSWER: Final = 20_000
+_BYTES_IN_AN_ANSWER: Final = 8 << 20
 _TRACES_OF_A_PEER = 4
 _JOBS_SECONDS, _LOOK_AGAIN_SECONDS = 0.1, 0.001
 _TEXT = 200
@@ -60,9 +65,9 @@ def _read(record: KeptRecord, me: WorkerId, names: dict[WorkerId, str]) -> Event
         about, headers = about
     elif type(about) is list:
         about, headers = "", about
-    elif type(about) is type:
+    elif isinstance(about, type):
         about = about.__name__
-    if what == "serve":
+    elif what == "serve":
         about = display_name(str(about))
     if headers:
         size = max(size, bytes_of(headers))
@@ -102,10 +107,17 @@ def threads_here() -> dict[int, str]:
     return {thread.ident: thread.name for thread in threading.enumerate() if thread.ident}
 
 
+_CLOCK_OF_PROCESS = Path("/proc/self/ns/time")
+
+
 def machine_of(clock: Clock) -> str:
     """What is the same on all workers whose clocks are one; empty if unknown."""
-    kind = type(clock).__name__
-    return this_machine() if kind == "MonotonicClock" else f"{kind} {os.getpid()} {id(clock)}"
+    if not isinstance(clock, MonotonicClock):
+        return f"{type(clock).__name__} {os.getpid()} {id(clock)}"
+    try:  # a container may have a clock of its own
+        return f"{this_machine()} {_CLOCK_OF_PROCESS.readlink()}" if this_machine() else ""
+    except OSError:
+        return ""
 
 
 @final
@@ -119,11 +131,14 @@ class Recorder:
         """by the worker that asked and its number: the number of the last event before"""
         self._ended: dict[tuple[WorkerId, int], list[KeptRecord]] = {}
         """what is still to be sent"""
+        self._profiles: dict[tuple[WorkerId, int], tuple[TorchProfile, bytes | None]] = {}
+        """that torch takes, and what it has written once that is over"""
         agent: Agent = self._agent
         agent.handle(Record, self._serve_record, Lane.SERVICE)
         agent.handle(ReadClock, self._serve_clock, Lane.SERVICE)
         agent.handle(Take, self._serve_take, Lane.SERVICE)
-        for answer in (NowRecording, ClockRead, EventsTaken):
+        agent.handle(TakeProfile, self._serve_profile, Lane.SERVICE)
+        for answer in (NowRecording, ClockRead, EventsTaken, ProfilePart):
             agent.kinds.add(answer)
         agent.on_peer_lost(self._peer_lost)
 
@@ -139,7 +154,10 @@ class Recorder:
                 )
             self._recording[key] = self._agent.events.watch(key)
         clock = self._agent.clock
-        about = NowRecording(os.getpid(), machine_of(clock), socket.gethostname())
+        if message.torch:
+            self._begin_profile(key)
+        where = os.getpid(), machine_of(clock), socket.gethostname()
+        about = NowRecording(*where, key in self._profiles)
         self._agent.answer(source, about, deadline=clock.now() + _ANSWER_SECONDS)
         try:
             self._agent.check_asker(source)
@@ -173,6 +191,28 @@ class Recorder:
         deadline = self._agent.clock.now() + _ANSWER_SECONDS
         self._agent.answer(source, taken, [body], deadline=deadline)
 
+    def _begin_profile(self, key: tuple[WorkerId, int]) -> None:
+        directory = self._agent.directory
+        me = directory.me
+        profile = begin_profile(me.name, me.id, len(directory.all()))
+        if profile is not None:
+            self._profiles[key] = profile, None
+
+    def _serve_profile(self, message: TakeProfile, _: Payload, source: Source) -> None:
+        key = source.worker, message.trace
+        if key not in self._profiles:
+            raise UsageError(f"trace {message.trace} is not profiled here")
+        profile, content = self._profiles[key]
+        if content is None:
+            content = profile.stop()
+            self._profiles[key] = profile, content
+        part = content[message.start : message.start + _BYTES_IN_AN_ANSWER]
+        if message.start + len(part) >= len(content):
+            del self._profiles[key]
+        answer = ProfilePart(len(content), profile.ahead, profile.failure)
+        deadline = self._agent.clock.now() + _ANSWER_SECONDS
+        self._agent.answer(source, answer, [part], deadline=deadline)
+
     def _let_jobs_end(self) -> None:
         """Give jobs that have just sent their answer the time to record that they are over."""
         dispatch, limit = self._agent.dispatch, time.monotonic() + _JOBS_SECONDS
@@ -189,8 +229,11 @@ class Recorder:
             if self._recording.pop(key, None) is not None:
                 self._agent.events.unwatch(key)
 
-    def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
-        for key in [*self._recording, *self._ended]:
+    def _peer_lost(self, worker: WorkerId, __: PeerLost) -> None:
+        for key in [*self._recording, *self._ended, *self._profiles]:
             if key[0] == worker:
                 self._end(key)
                 self._ended.pop(key, None)
+                if key in self._profiles:
+                    profile, _ = self._profiles.pop(key)
+                    self._agent.dispatch.service.submit(profile.stop)

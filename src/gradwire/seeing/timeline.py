@@ -58,7 +58,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """Something that crossed: it left one thread, and another one had it."""
+    """Something that crossed, from when it began to be sent until another thread had it.
+
+    Sending is a part of it: over a slow link that is what takes long.
+    """
 
     way: Way
     name: str
@@ -304,7 +307,7 @@ def _arrows(timed: Sequence[_Timed]) -> tuple[list[Arrow], int]:
                 _name(way, functions.get(event.id, "")),
                 event.id,
                 source.track,
-                source.ended if source.ended <= came else source.began,
+                source.began,
                 each.track,
                 came,
                 source.event.size,

@@ -15,6 +15,7 @@ import gzip
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import get_ident
@@ -31,15 +32,18 @@ from gradwire.ids import WorkerId
 from gradwire.options import trace_from_environment
 from gradwire.rpc.worker import Worker, serve_on_every_worker
 from gradwire.seeing import clocks
+from gradwire.seeing.archive import Profile, archive, write_tar
 from gradwire.seeing.critical_path import Part, critical_path
 from gradwire.seeing.messages import (
     ClockRead,
     Event,
     EventsTaken,
     NowRecording,
+    ProfilePart,
     ReadClock,
     Record,
     Take,
+    TakeProfile,
 )
 from gradwire.seeing.perfetto import perfetto
 from gradwire.seeing.recording import Recorder
@@ -53,6 +57,7 @@ _SECONDS = 30.0
 """for the other workers to begin, and to send what they have"""
 _READINGS = 8
 _ENDINGS: Final = (".json", ".json.gz")
+_WITH_TORCH: Final = (".tar",)
 _numbers = count(1)
 _decode = msgspec.msgpack.Decoder(list[Event]).decode
 M = TypeVar("M", bound=Message)
@@ -63,8 +68,8 @@ serve_on_every_worker(Recorder)
 class Trace:
     """What all workers did inside a `with` block; made by `gradwire.trace`."""
 
-    def __init__(self, file: Path | None, *, show: bool) -> None:
-        self.file = file
+    def __init__(self, file: Path | None, *, show: bool, torch: bool) -> None:
+        self.file, self._torch = file, torch
         self.text = ""
         """where the time went, once the block is over"""
         self.timeline: Timeline | None = None
@@ -82,7 +87,8 @@ class Trace:
         return self.text or "<gradwire.trace, not over>"
 
     def __enter__(self) -> Self:
-        began = self._ask_all(lambda _: Record(self._number), NowRecording, self._everyone())
+        message, everyone = Record(self._number, self._torch), self._worker.directory.all()
+        began = self._ask_all(lambda _: message, NowRecording, everyone)
         for info, answer in began.items():
             self._asked[info.id] = _Asked(info, answer)
         self._read_clocks(first=True)
@@ -95,8 +101,9 @@ class Trace:
         ended = self._worker.agent.clock.now()
         self._read_clocks(first=False)
         logs = self._take()
+        profiles = self._take_profiles() if self._torch else {}
         if self._worker.name in {log.worker for log in logs}:
-            self._make(logs, ended)
+            self._make(logs, ended, profiles)
         else:
             self.text = "no trace"
         for name, why in self.missing.items():
@@ -104,18 +111,21 @@ class Trace:
         if self._show:
             print(self.text, file=sys.stderr)
 
-    def _make(self, logs: list[Log], ended: float) -> None:
+    def _make(self, logs: list[Log], ended: float, profiles: dict[str, Profile]) -> None:
         root = self._worker.name, self._thread
         self.timeline = timeline_of(logs, self._began, ended, root)
         self.path = critical_path(self.timeline)
         if self.file is not None:
-            _write(self.file, perfetto(self.timeline, self.path))
+            content = msgspec.json.encode(perfetto(self.timeline, self.path))
+            if self.file.suffix != ".json":
+                content = gzip.compress(content, 5)
+            if self.file.suffix == ".tar":
+                write_tar(self.file, archive(content, profiles, self._began))
+            else:
+                self.file.write_bytes(content)
         self.text = summary(self.timeline, self.path, str(self.file or ""))
 
     # -- asking the workers
-
-    def _everyone(self) -> list[WorkerInfo]:
-        return self._worker.directory.all()
 
     def _ask_all(
         self, message: Callable[[WorkerInfo], Message], kind: type[M], asked: Iterable[WorkerInfo]
@@ -176,6 +186,27 @@ class Trace:
                     del left[info]
         return [asked.log() for asked in self._asked.values()]
 
+    def _take_profiles(self) -> dict[str, Profile]:
+        """What torch's profiler has written on each worker, one after another: it is large."""
+        found: dict[str, Profile] = {}
+        for asked in [each for each in self._asked.values() if each.about.profiles]:
+            content, name = bytearray(), asked.info.name
+            while True:
+                ask = partial(TakeProfile, self._number, len(content))
+                answer = self._ask_all(lambda _, ask=ask: ask(), ProfilePart, [asked.info])  # type: ignore[misc]
+                if not answer:
+                    break
+                ((part, payload),) = answer.values()
+                content += payload or b""
+                if part.failure or not payload:
+                    self.missing[name] = part.failure or "torch's profile is empty"
+                    break
+                if len(content) >= part.total:
+                    ahead = part.ahead - round(asked.offsets.last.seconds * 1e9)
+                    found[name] = Profile(bytes(content), ahead)
+                    break
+        return found
+
 
 @final
 class _Asked:
@@ -217,27 +248,28 @@ def _checked(outcome: Outcome, kind: type[M]) -> tuple[M, memoryview | None]:
     return outcome.message, outcome.payload
 
 
-def _write(file: Path, content: dict[str, object]) -> None:
-    data = msgspec.json.encode(content)
-    file.write_bytes(gzip.compress(data, 5) if file.suffix == ".gz" else data)
-
-
-def trace(file: str | Path | None = None, *, show: bool = True) -> Trace:
+def trace(file: str | Path | None = None, *, show: bool = True, torch: bool = False) -> Trace:
     """Record what all workers do inside a `with` block.
 
     `file` (`.json` or `.json.gz`) opens at ui.perfetto.dev: threads of all workers, an arrow for
     everything that crossed, and the critical path. At the end about ten lines say where the time
     went: on standard error if `show`, and as `.text`.
 
+    With `torch`, torch's profiler runs on every worker too, and `file` is a `.tar` with all of it,
+    which Perfetto (version 58 or newer) opens as one timeline.
+
     >>> with gradwire.trace("step.json.gz") as t:
     ...     train_one_step()
     """
     path = None if file is None else Path(file)
-    if path is not None and not path.name.endswith(_ENDINGS):
+    endings = _WITH_TORCH if torch else _ENDINGS
+    if (path is not None or torch) and not (path and path.name.endswith(endings)):
+        asked = "with torch=True" if torch else "alone"
         raise UsageError(
-            f"a trace is not written to {path.name!r}", hint="name a .json or a .json.gz file"
+            f"a trace {asked} is not written to {path.name if path else None!r}",
+            hint=f"name a {' or a '.join(endings)} file",
         )
-    return Trace(path, show=show)
+    return Trace(path, show=show, torch=torch)
 
 
 def traced_if_asked() -> AbstractContextManager[object]:
