@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
-from torch.autograd import Variable, forward_ad, profiler
+from torch.autograd import Variable, forward_ad, profiler, profiler_legacy
+from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -53,6 +54,10 @@ _NEEDED = (
     "torch.autograd._profiler_enabled",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch._C._profiler._ExperimentalConfig",
+    "torch.autograd.profiler_legacy._disable_profiler_legacy",
+    "torch.autograd.profiler_legacy._enable_profiler_legacy",
+    "torch.autograd.profiler_legacy._parse_legacy_records",
+    "torch.autograd.profiler_util.EventList._build_tree",
     "torch.Tensor._use_count",
     "torch.Tensor._version",
     # used by rpc, optim and compat
@@ -120,12 +125,31 @@ def is_profiled() -> bool:
     return profiler._is_profiler_enabled or _profiler_enabled()
 
 
+is_thread_profiled = _profiler_enabled
+"""Whether this thread has a profile that is not one of all threads."""
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def span(form: str, *parts: object) -> AbstractContextManager[Any]:
     """A range with this name in a profile; without one it costs next to nothing."""
     return profiler.record_function(form % parts) if is_profiled() else NOTHING
+
+
+_legacy: Any = profiler_legacy
+_LegacyProfile = profiler_legacy.profile  # compat puts its own in the place of this name
+start_legacy_profiler: Callable[[Any], None] = _legacy._enable_profiler_legacy
+"""Begin to record this thread, as a config says. A thread has one profile at most."""
+
+
+def legacy_profiler_config(shapes: bool, memory: bool, flops: bool) -> object:
+    """What the legacy profiler of torch records besides times, as it takes it."""
+    profile: Any = _LegacyProfile
+    return profile(record_shapes=shapes, profile_memory=memory, with_flops=flops).config()
+
+
+def legacy_events() -> list[FunctionEvent]:
+    """End the legacy profile of this thread; what it has recorded."""
+    return _legacy._parse_legacy_records(_legacy._disable_profiler_legacy())  # type: ignore[no-any-return]
 
 
 def set_threaded(enabled: bool) -> bool:

@@ -375,4 +375,4 @@ def test_a_profile_names_each_kind_of_call(workers):
         workers[0].run(_two_calls)
 
     names = {event.key for event in profile.key_averages()}
-    assert {"rpc_sync#add(w0 -> w1)", "rpc_async#mul(w0 -> w1)"} <= names
+    assert {"rpc_sync#aten::add(w0 -> w1)", "rpc_async#aten::mul(w0 -> w1)"} <= names

@@ -30,7 +30,7 @@ INSIDES = (
 CPP = "how torch's Python and its C++ agent call each other: there is no such agent here"
 SCRIPT = "for RPC from inside of TorchScript, and for modules with an interface: neither is here"
 TYPING = "a type variable, or what a loop that writes documentation has left behind"
-PROFILER = "turns profiling on in torch's agent; calls are profiled here without being asked"
+PROFILER = "turns profiling on in torch's agent; here the class of the profile itself does so"
 
 OMITTED = {
     RPC: {

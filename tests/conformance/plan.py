@@ -1,7 +1,8 @@
 """Which tests are run, and which of them are known not to pass.
 
-`tests.tsv` names every test that needs neither CUDA nor TorchScript nor the legacy profiler: kind
-`a` uses the public interface only, kind `b` also private names that a successor can offer.
+`tests.tsv` names every test that needs neither CUDA nor TorchScript, and that torch does not skip
+itself: kind `a` uses the public interface only, kind `b` also private names that a successor can
+offer.
 `tests_gpu.tsv` names those that need one GPU.
 `exclusions.txt` has one line per test that fails for a reason we stand by, `exclusions_stock.txt`
 one for each that fails with torch's own RPC because TorchScript is off.

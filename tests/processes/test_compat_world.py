@@ -10,6 +10,7 @@ import torch
 
 import gradwire
 from gradwire.compat import rpc as world
+from gradwire.compat.profiler_legacy import profile
 from gradwire.compat.rpc import api
 from gradwire.compat.rpc.options import TensorPipeRpcBackendOptions
 from gradwire.rpc.join import _last_store
@@ -170,6 +171,27 @@ def test_an_open_world(hosts, tmp_path):
     for host in (one, two):
         host.begin(world.shutdown)
         host.finish()
+
+
+def _take_part(rank, url):
+    _join(rank, url, 2)
+    world.shutdown()
+
+
+def test_a_profile_shows_what_a_call_runs_in_another_process(hosts, tmp_path):
+    url = f"file://{tmp_path}/meeting"
+    (host,) = hosts.take(1)
+    host.begin(_take_part, 1, url)
+    _join(0, url, 2)
+    with profile() as profiled:
+        api.rpc_sync("worker-1", torch.neg, (torch.ones(2),))
+    world.shutdown()
+    host.finish()
+    here, there = "rpc_sync#aten::neg(worker-0 -> worker-1)", "aten::neg"
+
+    assert (here, 0) in [(event.name, event.node_id) for event in profiled.function_events]
+    (event,) = [event for event in profiled.function_events if event.is_remote]
+    assert (event.name, event.node_id) == (f"{here}#remote_op: {there}", 1)
 
 
 def test_worlds_do_not_mix(hosts, tmp_path):

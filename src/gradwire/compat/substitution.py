@@ -46,6 +46,7 @@ PARTS: Final[Mapping[str, str]] = {
     "torch._C._distributed_rpc": f"{_OURS}.rpc",
     "torch._C._distributed_autograd": f"{_OURS}.autograd",
     "torch.futures": f"{_OURS}.futures",
+    "torch.autograd.profiler_legacy": f"{_OURS}.profiler_legacy",
 }
 """Modules that stay; what they define under a name that ours has too is exchanged in them."""
 

@@ -43,6 +43,8 @@ class Behavior:
     """the error that fetching a value raises"""
     of_callback: Callable[[Exception], Exception] = lambda error: error
     """the error that the future of a callback raises, for what the callback raised"""
+    profiled_call: Callable[..., Any] | None = None
+    """makes the calls of a thread that is profiled"""
     parts: tuple[Callable[[Any], object], ...] = ()
     """`worker.part(…)` of each is made before the worker serves"""
 

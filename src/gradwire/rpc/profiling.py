@@ -11,9 +11,9 @@ from typing import Any
 from gradwire.torch_private import span
 
 
-def call_span(kind: str, function: str, caller: str, callee: str) -> AbstractContextManager[Any]:
-    """Around a call, on the caller."""
-    return span("rpc_%s#%s(%s -> %s)", kind, plain(function), caller, callee)
+def call_name(kind: str, function: str, caller: str, callee: str) -> str:
+    """Of a call, on the caller."""
+    return f"rpc_{kind}#{plain(function)}({caller} -> {callee})"
 
 
 def fetch_span(caller: str, owner: str) -> AbstractContextManager[Any]:
@@ -27,5 +27,5 @@ def function_span(function: str) -> AbstractContextManager[Any]:
 
 
 def plain(function: str) -> str:
-    """The name of an exposed function without its module."""
-    return function.rpartition(":")[2].lstrip(".!")
+    """The name of an exposed function without its module, or of one that comes with its call."""
+    return function[1:] if function.startswith("!") else function.rpartition(":")[2].lstrip(".")

@@ -151,7 +151,7 @@ class Worker:
         bodies = BodyCodec(codec, self.engine, self.refs, behavior)
         maps = options.device_maps
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, maps)
-        CallServer(self, bodies, registry)
+        self.server = CallServer(self, bodies, registry)
         for part in (*behavior.parts, *_served_everywhere):
             self.part(part)
         agent.start(lambda: self.engine.contexts.opened)

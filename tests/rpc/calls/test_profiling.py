@@ -11,7 +11,7 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 import gradwire as gw
-from gradwire.rpc.profiling import call_span, fetch_span, function_span
+from gradwire.rpc.profiling import fetch_span, function_span
 from gradwire.testing import cluster
 from gradwire.torch_private import NOTHING, span
 
@@ -122,6 +122,5 @@ def test_the_autograd_profiler_sees_them_too():
 
 def test_without_a_profiler_there_is_no_range():
     assert span("%s", 1) is NOTHING
-    assert call_span("sync", "m:f", "a", "b") is NOTHING
     assert fetch_span("a", "b") is NOTHING
     assert function_span("m:f") is NOTHING

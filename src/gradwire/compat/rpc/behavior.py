@@ -1,5 +1,6 @@
 """The behavior of torch.distributed.rpc."""
 
+from gradwire.compat.profiles.calls import call_profiled
 from gradwire.compat.rpc.all_gather import all_gather
 from gradwire.compat.rpc.failures import of_call, of_callback, of_fetch
 from gradwire.compat.rpc.internal import _internal_rpc_pickler
@@ -20,5 +21,6 @@ TORCH = Behavior(
     of_call=of_call,
     of_fetch=of_fetch,
     of_callback=of_callback,
+    profiled_call=call_profiled,
     parts=(all_gather,),
 )

@@ -64,6 +64,8 @@ class PyRRef(native.RRef[T]):
         made = cls._of(home, created.handle)
         assert isinstance(made, PyRRef)
         made._answer = created.answer
+        if created.is_profiled:
+            made._profiling = made._get_future()
         return made
 
     @classmethod

@@ -42,11 +42,11 @@ from gradwire.rpc.codec.body import (
 )
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
-from gradwire.rpc.profiling import call_span, fetch_span
+from gradwire.rpc.profiling import call_name, fetch_span
 from gradwire.rpc.recompute.checkpoint_run import CheckpointedCall, CheckpointRun, waiting
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import has_modes, is_profiled
+from gradwire.torch_private import has_modes, is_profiled, span
 from gradwire.wire.message import Message
 
 _CALLS_BETWEEN_READS = 16
@@ -66,6 +66,8 @@ class Target(msgspec.Struct, frozen=True):
     """replaces the name in errors and warnings, if set"""
     device_map: dict[str, str] | None = None
     """on which devices of the callee tensors arrive, for this call"""
+    opened: Callable[[Any], object] | None = None
+    """makes what the future of this call has of what it was answered with"""
 
 
 @lru_cache(1 << 10)
@@ -91,6 +93,7 @@ class Created(NamedTuple):
 
     handle: RefHandle
     answer: Promise[Outcome]
+    is_profiled: bool = False
 
 
 # A method of Calls that makes a call.
@@ -104,9 +107,13 @@ def _profiled(kind: str) -> Callable[[Make[T]], Make[T]]:
         def profiled(self: Calls, to: WorkerId, target: Target, deadline: float) -> T:
             if not is_profiled():
                 return make(self, to, target, deadline)
-            directory = self._agent.directory
-            with call_span(kind, target.name, directory.me.name, directory.name(to)):
-                return make(self, to, target, deadline)
+            directory, profiled_call = self._agent.directory, self._behavior.profiled_call
+            name = call_name(kind, target.name, directory.me.name, directory.name(to))
+            with span("%s", name):
+                if profiled_call is None:
+                    return make(self, to, target, deadline)
+                made: T = profiled_call(kind, name, partial(make, self), to, target, deadline)
+                return made
 
         return profiled
 
@@ -186,6 +193,8 @@ class Calls:
             self._send_unawaited(sent, target)
             what = partial(self._name_on, to, target.description or target.name)
             pending = self._pending(sent.promise, to, sent.context, what, self._behavior.of_call)
+            if target.opened is not None:
+                pending.pass_through(target.opened)
             return Future(pending, self._environment, to)
         except BaseException:
             self._undo(sent)

@@ -76,6 +76,19 @@ class PendingResult(Generic[T]):
         self._lock = RLock()
         self._result: ResultOrError | PendingResult[T]
 
+    def pass_through(self, opened: Callable[[Any], Any]) -> None:
+        """Make another value of the one that comes, before anybody can ask for it."""
+        unpack = self._unpack
+        assert unpack is not None, "it is new"
+
+        def both(outcome: object) -> ResultOrError | PendingResult[T]:
+            result = unpack(outcome)
+            if type(result) is not DecodedBody:
+                return result
+            return replace(result, value=opened(result.value))
+
+        self._unpack = both
+
     def unpacked(self) -> T | BaseException:
         """Wait for the promise; return the value, or the exception in its place."""
         if self._unpack is not None:

@@ -117,6 +117,8 @@ class CallServer:
         self._engine, self._refs, self._behavior = worker.engine, worker.refs, worker.behavior
         self._bodies, self._registry, self._generators = bodies, registry, worker.generators
         self._scope_for = partial(CallScope, worker)
+        self.around: Callable[..., object] | None = None
+        """runs the functions that come with their calls; it gets each with its arguments"""
         agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
@@ -274,6 +276,8 @@ class CallServer:
             error: BaseException | None = None
             try:
                 value = future.value()
+                if later.finish is not None:
+                    value = later.finish(value)
                 # This thread has the streams on which the future was completed.
                 self._engine.devices.join_default_streams([*tensors_in(value)])
             except BaseException as raised:  # sent to the caller
@@ -313,7 +317,7 @@ class CallServer:
             )
         if not callable(first):
             raise BadMessage(f"the function {name} did not come with its call")
-        return first
+        return first if self.around is None else partial(self.around, first)
 
     def _answer_content(
         self,

@@ -37,6 +37,8 @@ class Later(NamedTuple):
     future: torch.futures.Future[Any]
     note: Callable[[BaseException | None], bytes] | None = None
     """the note of the answer, for the error of the future or None; may raise another error"""
+    finish: Callable[[Any], object] | None = None
+    """makes the result of the value of the future"""
 
 
 def result_of(function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> object:
