@@ -13,7 +13,7 @@ TIMES ?= 20
 # More processes than cores: many tests wait. The order is that of conftest.py: slow files first.
 PARALLEL ?= -n $$($(PY) -c 'import os; print(min(8, os.cpu_count() + 2))') --dist loadfile --no-loadscope-reorder
 PEERS ?= ray torchmonarch hivemind pyzmq grpcio
-TYPED := tests/simulate tests/injection tests/conformance/faulty tests/process_cluster.py tests/transport/conformance.py
+TYPED := tests/progress.py tests/simulate tests/injection tests/conformance/faulty tests/process_cluster.py tests/transport/conformance.py
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help

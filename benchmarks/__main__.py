@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.measure import Row, Run
 from benchmarks.report import dated_file, facts, save, table
+from tests.progress import Progress
 
 QUESTIONS = [
     "noop",
@@ -69,11 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = make_run(quick=options.quick, rounds=options.rounds, peers=options.peers)
     known = facts(run, arguments)
     rows: list[Row] = []
-    try:
-        for question in wanted:
-            rows += ask(question, run)
-    finally:
-        run.close()
+    with Progress(len(wanted), "questions") as progress:
+        run.say = progress.note
+        try:
+            for question in wanted:
+                rows += ask(question, run)
+                progress.advance()
+        finally:
+            run.close()
     print(table(rows, known))
     is_whole = not options.only and not options.quick
     where = options.json or (dated_file(known) if is_whole else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +104,8 @@ class Run:
     sides: Sequence[str] = SIDES
     modules: Sequence[str] = ()
     peers: bool = False
+    say: Callable[[str], None] = lambda what: None
+    """what is being measured"""
     _open: dict[tuple[int, bool], list[World]] = field(default_factory=dict)
 
     def sizes(self, *all_of_them: int, tiny: int | None = None) -> list[int]:
@@ -118,7 +119,7 @@ class Run:
         roomy = [key for key in self._open if self.tiny and key[0] >= size and key[1] == tcp]
         key = roomy[0] if roomy else (size, tcp)
         if key not in self._open:
-            self._say(f"starting {size} workers of each side{' over TCP' if tcp else ''}")
+            self.say(f"starting {size} workers of each side{' over TCP' if tcp else ''}")
             self._open[key] = [self.fresh(side, size, tcp=tcp) for side in self.sides]
         return self._open[key]
 
@@ -130,7 +131,7 @@ class Run:
         self, worlds: list[World], block: Callable[..., list[float]], *args: Any
     ) -> Samples:
         """Run `block` on w0 of each world in alternating rounds; the first is a warm-up."""
-        self._say(f"{block.__module__.rpartition('.')[2]}{args}")
+        self.say(f"{block.__module__.rpartition('.')[2]}{args}")
         samples: Samples = {world.side: [] for world in worlds}
         for n in range(self.rounds + 1):
             for world in worlds:
@@ -145,7 +146,7 @@ class Run:
         if self.tiny:
             yield self.worlds(size)[list(self.sides).index(side)]
             return
-        self._say(f"starting {size} workers of {side}")
+        self.say(f"starting {size} workers of {side}")
         with self.fresh(side, size) as world:
             yield world
 
@@ -163,7 +164,3 @@ class Run:
         for key in [key for key in self._open if key[0] not in sizes]:
             for world in self._open.pop(key):
                 world.close()
-
-    def _say(self, what: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{what[:78]}", end="", file=sys.stderr, flush=True)

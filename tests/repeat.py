@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from queue import Empty, SimpleQueue
 
+from tests.progress import Progress
+
 TESTS = [
     "tests/processes",
     "tests/faults",
@@ -34,16 +36,18 @@ class Rounds:
         self._tests = tests
         self._numbers: SimpleQueue[int] = SimpleQueue()
         self._lock = threading.Lock()
+        self._progress = Progress(times, "rounds", failed="failed")
         self.failed: Counter = Counter()
         for number in range(1, times + 1):
             self._numbers.put(number)
 
     def run(self, jobs: int) -> None:
         threads = [threading.Thread(target=self._work) for _ in range(jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with self._progress:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
     def _work(self) -> None:
         while True:
@@ -62,9 +66,10 @@ class Rounds:
         with self._lock:
             if done.returncode:
                 self.failed.update(found or [f"pytest itself: status {done.returncode}"])
-                print(done.stdout[-20_000:], done.stderr[-2000:], sep="\n", flush=True)
+                self._progress.say(f"{done.stdout[-20_000:]}\n{done.stderr[-2000:]}")
             last = done.stdout.strip().rpartition("\n")[2]
-            print(f"round {number}, {time.monotonic() - began:.0f} s: {last}", flush=True)
+            self._progress.say(f"round {number}, {time.monotonic() - began:.0f} s: {last}")
+            self._progress.advance(failed=bool(done.returncode))
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.conformance import plan, report
 from tests.conformance.runner import Outcome, be, run_all
 from tests.conformance.suites import load, set_environment
+from tests.progress import Progress
 
 
 def arguments() -> argparse.Namespace:
@@ -48,19 +49,21 @@ def main() -> int:
     if not options.gpu:
         load(options.stock)
     outcomes = []
-    for outcome in run_all(chosen, options.jobs, options.limit, gpu=options.gpu):
-        outcomes.append(outcome)
-        tell(outcome, excluded, options.quiet)
+    with Progress(len(chosen), "tests", failed="not as expected") as progress:
+        for outcome in run_all(chosen, options.jobs, options.limit, gpu=options.gpu):
+            outcomes.append(outcome)
+            tell(progress, outcome, excluded, options.quiet)
     return conclude(outcomes, excluded, options.json)
 
 
-def tell(outcome: Outcome, excluded: Mapping[str, str], quiet: bool) -> None:
-    """Progress, on stderr, with the reason of what is not as expected."""
+def tell(progress: Progress, outcome: Outcome, excluded: Mapping[str, str], quiet: bool) -> None:
+    """What became of a test, on stderr, with the reason of what is not as expected."""
     expected = report.is_as_expected(outcome, excluded)
     if not (quiet and expected):
-        print(report.line(outcome, excluded), file=sys.stderr, flush=True)
+        progress.say(report.line(outcome, excluded), sys.stderr)
     if not expected:
-        print(report.reason(outcome), file=sys.stderr, flush=True)
+        progress.say(report.reason(outcome), sys.stderr)
+    progress.advance(failed=not expected)
 
 
 def conclude(outcomes: Sequence[Outcome], excluded: Mapping[str, str], as_json: bool) -> int:

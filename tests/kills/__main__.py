@@ -9,6 +9,7 @@ from itertools import islice
 
 from tests.kills.loop import PROMISED, Loop, Violation
 from tests.mates import Gone, Hung, Raised
+from tests.progress import Progress
 
 
 def main() -> int:
@@ -19,21 +20,22 @@ def main() -> int:
     parser.add_argument("--listen", default="unix", help="unix, or tcp://127.0.0.1:0")
     asked = parser.parse_args()
     began, broken = time.monotonic(), 0
-    with Loop(asked.seed, asked.listen) as loop:
-        print(f"{len(loop.points)} points; seed {asked.seed}", flush=True)
+    progress = Progress(asked.rounds, "rounds", failed="broken")
+    with Loop(asked.seed, asked.listen) as loop, progress:
+        progress.say(f"{len(loop.points)} points; seed {asked.seed}")
         for number, death in enumerate(islice(loop.deaths(), asked.rounds), 1):
+            progress.note(str(death))
             try:
                 loop.round(death)
             except (Violation, Gone, Hung, Raised) as error:
                 broken += 1
-                print(f"round {number}: {death}: {type(error).__name__}: {error}", flush=True)
+                progress.say(f"round {number}: {death}: {type(error).__name__}: {error}")
                 loop.start_over()
-            if number % 25 == 0:
-                print(f"{number} rounds, {time.monotonic() - began:.0f} s", flush=True)
+            progress.reach(number, failed=broken)
             if time.monotonic() - began > asked.seconds:
                 break
         tally = loop.tally
-        print(
+        progress.say(
             f"{tally.rounds} rounds held, {broken} did not; "
             f"{len(tally.points)} of {len(loop.points)} points; "
             f"{tally.survived} steps were over before the death, and exact; "

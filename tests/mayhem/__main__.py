@@ -8,6 +8,7 @@ import time
 
 from tests.mates import Gone, Hung, Raised
 from tests.mayhem.hour import KINDS, Hour, Violation
+from tests.progress import SECONDS, Progress
 
 
 def main() -> int:
@@ -17,15 +18,15 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(KINDS), help="kinds of fault, with commas")
     asked = parser.parse_args()
     began, episodes = time.monotonic(), 0
-    shown = began
+    progress = Progress(asked.minutes * 60, SECONDS, failed="late")
     with Hour(asked.seed, asked.only.split(",")) as hour:
         try:
-            while time.monotonic() - began < asked.minutes * 60:
-                hour.episode()
-                episodes += 1
-                if time.monotonic() - shown > 20:
-                    shown = time.monotonic()
-                    print(f"{shown - began:.0f} s, {episodes} episodes", flush=True)
+            with progress:
+                while time.monotonic() - began < asked.minutes * 60:
+                    hour.episode()
+                    episodes += 1
+                    progress.note(f"{episodes} episodes")
+                    progress.reach(failed=len(hour.late))
             broken = [f"left behind: {hour.leftovers()}"] if hour.leftovers() else []
         except (Violation, Gone, Hung, Raised) as error:
             broken = [f"{type(error).__name__}: {error}"]

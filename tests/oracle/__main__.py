@@ -14,7 +14,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from tests.oracle.programs import KINDS, features_of
 from tests.oracle.state import DEVICE
 from tests.oracle.unusual import LOST
 from tests.process_cluster import process_cluster
+from tests.progress import Progress
 
 SHARE = 250
 """programs of one process"""
@@ -97,7 +97,8 @@ class Long:
     """Hands out the seeds, and collects what is said of them."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
-        self._asked, self._began = asked, time.monotonic()
+        self._asked = asked
+        self._progress = Progress(asked.programs, "programs", failed="differ")
         self._shares: queue.SimpleQueue[range] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self.features: Counter = Counter()
@@ -109,10 +110,11 @@ class Long:
 
     def run(self) -> None:
         threads = [threading.Thread(target=self._work) for _ in range(self._asked.jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with self._progress:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
 
     def _work(self) -> None:
         while True:
@@ -148,11 +150,8 @@ class Long:
             self.features += Counter(features)
             if failure is not None:
                 self.failures.append(failure)
-                print(failure, flush=True)
-            if self.over % 500 == 0:
-                rate = self.over / (time.monotonic() - self._began)
-                told = f"{self.over} programs, {len(self.failures)} differ"
-                print(f"{told}, {rate:.0f} a second", flush=True)
+                self._progress.say(failure)
+            self._progress.advance(failed=failure is not None)
 
 
 def main() -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,12 +13,12 @@ from functools import partial
 
 import torch
 
+from tests.progress import Progress
 from tests.simulate.history import History, play, setting_of
 
 _FAULTS = ("crash", "silent crash", "restart", "cut", "stall", "slow", "heal", "repeat", "lie")
 _EFFECTS = ("lost frames", "late frames", "failed steps", "good steps")
 _MOST_SHOWN = 5
-_TELL_SECONDS = 5.0
 _FREEZE_EVERY = 50
 _SHARE = 25  # how many seeds a process is given at a time
 
@@ -121,30 +119,26 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print what happened in any case")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    began = told_at = time.monotonic()
+    progress = Progress(options.seeds, "seeds", failed="with violations")
 
     def goes_on(summary: Summary) -> bool:
-        """Report progress now and then; False once there is enough to look at."""
-        nonlocal told_at
-        now, failed = time.monotonic(), len(summary.failed)
-        if now - told_at > _TELL_SECONDS:
-            told_at = now
-            far = f"{summary.seeds} of {options.seeds} seeds, {summary.seeds / (now - began):.0f}/s"
-            print(f"{far}, {failed} with violations", file=sys.stderr, flush=True)
-        return failed < _MOST_SHOWN
+        """Show how far it is; False once there is enough to look at."""
+        progress.reach(summary.seeds, failed=len(summary.failed))
+        return len(summary.failed) < _MOST_SHOWN
 
     def on_told(told: History, summary: Summary) -> bool:
         if options.trace or options.seeds == 1 or told.violations:
-            _show(told, trace=options.trace)
+            progress.say(_text(told, trace=options.trace))
         return goes_on(summary)
 
     seeds = range(options.seed, options.seed + options.seeds)
-    if options.jobs == 1 or options.trace:
-        summary = run(seeds, liveness=options.liveness, on_told=on_told)
-    else:
-        summary = run_on_cores(seeds, options.jobs, liveness=options.liveness, on_some=goes_on)
-        for told in summary.failed[:_MOST_SHOWN]:
-            _show(told)
+    with progress:
+        if options.jobs == 1 or options.trace:
+            summary = run(seeds, liveness=options.liveness, on_told=on_told)
+        else:
+            summary = run_on_cores(seeds, options.jobs, liveness=options.liveness, on_some=goes_on)
+            for told in summary.failed[:_MOST_SHOWN]:
+                progress.say(_text(told))
     print("\n".join(summary.lines()))
     again = " --liveness" if options.liveness else ""
     for told in summary.failed:
@@ -153,9 +147,7 @@ def main() -> int:
     return 1 if summary.failed else 0
 
 
-def _show(told: History, *, trace: bool = False) -> None:
-    print("\n".join(told.setting.lines()))
-    if trace or told.violations:
-        print("\n".join(told.trace))
-    for violation in told.violations:
-        print(f"VIOLATED {violation}")
+def _text(told: History, *, trace: bool = False) -> str:
+    happened = told.trace if trace or told.violations else []
+    violated = [f"VIOLATED {violation}" for violation in told.violations]
+    return "\n".join([*told.setting.lines(), *happened, *violated])

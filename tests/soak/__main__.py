@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from tests.progress import SECONDS, Progress
 from tests.soak.soak import soak
 
 
@@ -16,7 +17,14 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between kills, about")
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    report = soak(60 * asked.minutes, asked.seed, asked.every, lambda line: print(line, flush=True))
+    seconds = 60 * asked.minutes
+    with Progress(seconds, SECONDS) as progress:
+
+        def told(line: str) -> None:
+            progress.note(line)
+            progress.reach()
+
+        report = soak(seconds, asked.seed, asked.every, told)
     print(report)
     return 1 if report.wrong else 0
 

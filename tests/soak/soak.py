@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ SLACK = {"kilobytes": 48 << 10, "threads": 8, "descriptors": 12}
 """How far a process may go beyond what it used when it had been at work for a few seconds."""
 _WARM_SAMPLES = 4
 _START_AND_END_SECONDS = 300
+_TELL_SECONDS = 5.0
 
 
 @dataclass
@@ -106,13 +106,12 @@ def _growth(samples: list[dict]) -> dict[str, int]:
 
 
 def _tell(folder: Folder, over: threading.Event, say) -> None:
-    began = time.monotonic()
-    while not over.wait(10):
+    while not over.wait(_TELL_SECONDS):
         steps, kills = folder.noted("steps"), folder.noted("kills")
         done = steps[-1]["done"] if steps else 0
         usage = measure_here()
         say(
-            f"{time.monotonic() - began:5.0f} s: {done} steps, {len(kills)} kills; the launcher: "
+            f"{done} steps, {len(kills)} kills; the launcher: "
             f"{usage['kilobytes'] >> 10} MiB, {usage['descriptors']} descriptors"
         )
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 
+from tests.progress import SECONDS, Progress
 from tests.storm.hazards import KINDS
 from tests.storm.storm import Storm, Violation
 
@@ -33,24 +34,24 @@ def main() -> int:
     def is_over() -> bool:
         return time.monotonic() - began > asked.seconds
 
-    while not is_over() and (not broken or asked.keep_going):
-        try:
-            with Storm(seed, asked.only.split(",")) as storm:
-                for number in range(EPISODES):
-                    if is_over():
-                        break
-                    where = f"world {seed}, episode {number}"
-                    kinds = storm.episode(asked.episode)
-                    print(
-                        f"{time.monotonic() - began:.0f} s: {where}: {', '.join(kinds)}", flush=True
-                    )
-                where = f"world {seed}, its end"
-                storm.end()
-        except Violation as error:
-            broken += 1
-            print(f"broken: --seed {seed} ({where}): {error}", flush=True)
-        done += storm.done
-        seed += 1
+    with Progress(asked.seconds, SECONDS, failed="broken") as progress:
+        while not is_over() and (not broken or asked.keep_going):
+            try:
+                with Storm(seed, asked.only.split(",")) as storm:
+                    for number in range(EPISODES):
+                        if is_over():
+                            break
+                        where = f"world {seed}, episode {number}"
+                        kinds = storm.episode(asked.episode)
+                        progress.note(f"{where}: {', '.join(kinds)}")
+                        progress.reach(failed=broken)
+                    where = f"world {seed}, its end"
+                    storm.end()
+            except Violation as error:
+                broken += 1
+                progress.say(f"broken: --seed {seed} ({where}): {error}")
+            done += storm.done
+            seed += 1
     print(f"{seed - asked.seed} worlds, {dict(done)}")
     print(f"{broken} broken" if broken else "all held")
     return 1 if broken else 0
