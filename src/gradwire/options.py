@@ -260,6 +260,11 @@ def is_insecure_by_environment() -> bool:
     return os.environ.get("GRADWIRE_INSECURE") == "1"
 
 
+def is_terminal_plain() -> bool:
+    """Whether a terminal only adds lines: it cannot draw over them, or writes the log of a CI."""
+    return os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
+
+
 def faults_from_environment() -> str:
     """GRADWIRE_FAULTS: the faults to inject in this process; see testing/failpoints.py."""
     return os.environ.get("GRADWIRE_FAULTS", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -76,6 +77,50 @@ def _script(directory, text, *arguments):
     with process:
         yield process
         process.kill()
+
+
+HELD_UP = """
+import fcntl
+import gradwire
+
+def main():
+    return "went on"
+
+if __name__ == "__main__":
+    print(gradwire.run(main, 2))
+else:  # in a worker, until the test lets go
+    with open("held") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+"""
+
+
+def test_a_terminal_shows_how_many_workers_have_started(tmp_path):
+    (tmp_path / "script.py").write_text(HELD_UP)
+    screen, theirs = os.openpty()
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "CI": ""}
+    with open(tmp_path / "held", "w") as held, open(screen, "rb", buffering=0) as shown:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = subprocess.Popen(
+            [sys.executable, "script.py"],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | environment,
+        )
+        os.close(theirs)
+        with process:
+            seen = b""
+            while not seen.endswith(b"\r\x1b[K0 of 2 workers have started"):
+                seen += shown.read(1)
+            held.close()
+            out, _ = process.communicate(timeout=60)
+            with contextlib.suppress(OSError):  # how the end of a terminal is told
+                while more := shown.read(100):
+                    seen += more
+
+    assert out == "went on\n"
+    assert seen.endswith(b"\r\x1b[K"), "it is gone"
 
 
 def _lines_until_ready(process) -> list[int]:

@@ -42,7 +42,7 @@ from gradwire.seeing.trace import traced_if_asked
 
 _log = logging.getLogger("gradwire")
 
-BEGUN, RETURNED, FAILED, LEFT = "begun", "returned", "failed", "left"
+BEGUN, JOINED, RETURNED, FAILED, LEFT = "begun", "joined", "returned", "failed", "left"
 ARGUMENTS = "arguments"  # the file with the function, its arguments, and what is exposed
 SECRET = "secret"  # the file with the secret of the run, unless its options name one
 _LOOK_AGAIN_SECONDS = 1.0
@@ -146,6 +146,7 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         "import, not from a notebook or a prompt",
     )
     init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
+    pipe.send_bytes(JOINED.encode())
     if not gc.get_freeze_count():  # else this is a fork of a process that has done it
         # torch has made 170 000 objects, which every full collection would visit: 0.1 s for each,
         # in a burst of calls one for every 4 000 of them.

@@ -128,8 +128,11 @@ class ForkedProcess:
 class ForkServer:
     """The program's end of a fork server."""
 
-    def __init__(self, start_seconds: float) -> None:
-        """Start it and wait until it has imported what it needs; CannotFork if it is of no use."""
+    def __init__(self, start_seconds: float, waiting: Callable[[], None] = lambda: None) -> None:
+        """Start it and wait until it has imported what it needs; CannotFork if it is of no use.
+
+        `waiting` is called now and then meanwhile.
+        """
         try:
             os.close(os.pidfd_open(os.getpid()))
         except (AttributeError, OSError) as error:
@@ -140,7 +143,12 @@ class ForkServer:
         try:
             with theirs:
                 self._start(theirs.fileno())
-            news, _, _, _ = self._next(time.monotonic() + start_seconds, "import torch")
+            deadline = time.monotonic() + start_seconds
+            while (left := deadline - time.monotonic()) > 0:
+                if _is_readable(self._socket.fileno(), min(left, _LOOK_AGAIN_SECONDS)):
+                    break
+                waiting()
+            news, _, _, _ = self._next(deadline, "import torch")
             if news is not _News.READY:
                 raise CannotFork("something that the server imports has started threads or a GPU")
         except BaseException:

@@ -53,10 +53,15 @@ class ProcessGroup:
     By "forkserver" they are forks of a server (fork_server.py), or spawned if it is of no use.
     """
 
-    def __init__(self, method: StartMethod = "spawn", start_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        method: StartMethod = "spawn",
+        start_seconds: float = 60.0,
+        waiting: Callable[[], None] = lambda: None,  # now and then while the server starts
+    ) -> None:
         if method not in METHODS:
             raise UsageError(f"run(start_method={method!r}) is none of {', '.join(METHODS)}")
-        self._method, self._start_seconds = method, start_seconds
+        self._method, self._start_seconds, self._waiting = method, start_seconds, waiting
         self._server: ForkServer | None = None
         self._started = 0
         self._children: dict[int, tuple[_Process, Connection]] = {}
@@ -84,7 +89,7 @@ class ProcessGroup:
         self, number: int, name: str, main: Callable[..., None], args: tuple[object, ...]
     ) -> None:
         if self._server is None:
-            self._server = ForkServer(self._start_seconds)
+            self._server = ForkServer(self._start_seconds, self._waiting)
         ours, theirs = multiprocessing.Pipe(duplex=True)
         try:
             with theirs:

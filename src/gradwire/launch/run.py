@@ -25,6 +25,7 @@ from gradwire.ids import LAST_INCARNATION
 from gradwire.launch import child, in_place, supervise_state
 from gradwire.launch.child import WorkerSpec, pickled, unpickled
 from gradwire.launch.processes import ProcessGroup, StartMethod
+from gradwire.launch.startup_line import StartupLine
 from gradwire.launch.supervise_state import Died, Failed, Overdue, RunState, Succeeded, Verdict
 from gradwire.options import Options, place_from_environment, workers_from_environment
 from gradwire.rpc.api import Names, positional
@@ -78,7 +79,8 @@ def run(
 
     `names(rank)` are other names than w0, w1, and so on.
 
-    The output of the workers appears as they print it. The number of threads that torch uses is not
+    The output of the workers appears as they print it. If they take more than a second to start, a
+    terminal shows how many have done so. The number of threads that torch uses is not
     changed: with more workers than cores, set OMP_NUM_THREADS, or call torch.set_num_threads in
     `fn`.
 
@@ -109,10 +111,11 @@ def run(
     )
     with (
         tempfile.TemporaryDirectory(prefix="gradwire-run-") as directory,
-        ProcessGroup(start_method, options.timeouts.join) as group,
+        StartupLine(world_size) as line,
+        ProcessGroup(start_method, options.timeouts.join, line.show) as group,
     ):
         workers = _prepared(Path(directory), job, world_size, options, restarts, names)
-        verdict = _supervise(group, state, workers)
+        verdict = _supervise(group, state, workers, line)
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
         return cast(T, unpickled(workers[0].returned.read_bytes(), "what the function returned"))
@@ -157,27 +160,33 @@ def _size(given: int | None) -> int:
     return asked
 
 
-def _supervise(group: ProcessGroup, state: RunState, workers: list[WorkerSpec]) -> Verdict:
+def _supervise(
+    group: ProcessGroup, state: RunState, workers: list[WorkerSpec], line: StartupLine
+) -> Verdict:
     """Start the workers, pass their events to the state, and restart those that it names."""
     spec_of = {group.start(spec.name, child.main, spec): spec for spec in workers}
     while (verdict := state.verdict(time.monotonic())) is None:
         for number, news in group.events(state.next_deadline() - time.monotonic()):
             spec = spec_of[number]
             if isinstance(news, str):
-                _note(state, spec, news)
+                _note(state, spec, news, line)
             elif died := state.exited(spec.rank, news, time.monotonic()):
                 spec = workers[spec.rank] = child.restarted(spec)
                 how, when = supervise_state.describe_exit(died.status), died.stage.value
                 text = "%s died (%s) %s; restarted as incarnation %d"
                 _log.warning(text, spec.name, how, when, spec.options.incarnation)
                 spec_of[group.start(spec.name, child.main, spec)] = spec
+        line.show()
     return verdict
 
 
-def _note(state: RunState, spec: WorkerSpec, word: str) -> None:
+def _note(state: RunState, spec: WorkerSpec, word: str, line: StartupLine) -> None:
     match word:
         case child.BEGUN:
             state.begun(spec.rank)
+            line.started(spec.rank)
+        case child.JOINED:
+            line.joined(spec.rank)
         case child.RETURNED:
             state.returned(time.monotonic())
         case child.LEFT:
