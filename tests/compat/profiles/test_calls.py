@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.autograd.profiler import record_function
 
+from gradwire.compat import autograd as dist_autograd
 from gradwire.compat.profiler_legacy import profile
 from gradwire.compat.profiles.calls import AwaitedEvents, run_profiled, take_events
 from gradwire.compat.profiles.recording import NotedCall, Wishes, maybe_recording
@@ -53,6 +54,10 @@ def twice_later(to, x):
 @async_execution
 def never(to):
     return rpc.rpc_async(to, fails)
+
+
+def given(value):
+    return value
 
 
 def fails():
@@ -159,6 +164,38 @@ def test_an_error_is_the_same_as_without_a_profile(function, args):
         raised.append(type(error.value))
 
     assert raised[0] is raised[1]
+
+
+@pytest.mark.usefixtures("main")
+@pytest.mark.parametrize("kind", ["sync", "async", "remote"])
+def test_gradients_flow_through_a_profiled_call(kind):
+    x = torch.ones(4, requires_grad=True)
+    with profile(), dist_autograd.context() as context:
+        match kind:
+            case "sync":
+                y = rpc.rpc_sync("w1", twice, (x,))
+            case "async":
+                y = rpc.rpc_async("w1", twice, (x,)).wait()
+            case _:
+                y = rpc.remote("w1", twice, (x,)).to_here()
+        dist_autograd.backward(context, [y.sum()])
+        (gradient,) = dist_autograd.get_gradients(context).values()
+
+    assert gradient.tolist() == [2.0] * 4
+
+
+@pytest.mark.usefixtures("main")
+def test_what_a_profiled_call_returns_is_of_the_same_kind():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with profile(), torch.no_grad():
+        found = [
+            rpc.rpc_sync("w1", given, (parameter,)),
+            rpc.rpc_async("w1", given, ((1, b"x"),)).wait(),
+            rpc.rpc_sync("w1", given, (None,)),
+        ]
+
+    assert isinstance(found[0], torch.nn.Parameter)
+    assert found[1:] == [(1, b"x"), None]
 
 
 @pytest.mark.usefixtures("main")
