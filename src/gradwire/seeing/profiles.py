@@ -7,12 +7,13 @@ profile is begun and ended on a thread of its own, as torch wants both on one th
 from __future__ import annotations
 
 import gzip
-import json
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Final, final
+
+import msgspec
 
 from gradwire import threads
 from gradwire.current import ProcessValue
@@ -58,7 +59,7 @@ class TorchProfile:
             self.ahead = time.time_ns() - time.monotonic_ns()
             self._begun.set()
             self._over.wait()
-            profile.add_metadata_json("distributedInfo", json.dumps(self._about))
+            profile.add_metadata_json("distributedInfo", msgspec.json.encode(self._about).decode())
             profile.stop()
             with tempfile.TemporaryDirectory(prefix="gradwire-profile-") as directory:
                 file = Path(directory) / "profile.json"
