@@ -67,7 +67,7 @@ class Pipe:
         self._readers: list[Wait] = []
         self._writers: list[Wait] = []
         self._has_ended = self._is_unread = False
-        self.frames_received = 0
+        self.frames_received = self.put_bytes = self.got_bytes = 0
         link.pipes.append(self)
 
     def put(self, item: _Item, deadline: float, sent: Frame | None = None) -> bool:
@@ -85,6 +85,7 @@ class Pipe:
             return False
         if sent is not None:
             sent.has_left = True
+        self.put_bytes += item.size
         if self._link.is_stalled:
             self._held.append((item, text))
         else:
@@ -116,7 +117,10 @@ class Pipe:
         if self._inbox[0] is None:
             return None
         self.frames_received += 1
-        return self._inbox.popleft()
+        item = self._inbox.popleft()
+        assert item is not None
+        self.got_bytes += item.size
+        return item
 
     def resume(self) -> None:
         """What was held goes on its way."""

@@ -50,6 +50,24 @@ def frames_keep_their_order(make_pair: MakePair) -> None:
         expect(counted == len(sent), f"{counted} frames were counted")
 
 
+def both_ends_count_the_same_bytes(make_pair: MakePair) -> None:
+    """What one end has sent is what the other has received, by each way."""
+    with _connected(make_pair) as (here, there):
+        before = here.carried()
+        for size in (0, 10, 5_000, 300_000, 1 << 20):
+            for sender, receiver in ((here, there), (there, here)):
+                sending = Background(partial(_send, sender, _frame(payload=[bytes(size)])))
+                recv(receiver)
+                sending.result()
+        for ends in (here.carried(), there.carried()), (there.carried(), here.carried()):
+            sent = {way: out for way, (out, _) in ends[0].items()}
+            received = {way: into for way, (_, into) in ends[1].items()}
+            expect(sent == received, f"sent {sent}, received {received}")
+        after, payloads = here.carried(), 10 + 5_000 + 300_000 + (1 << 20)
+        total = sum(out - before[way][0] for way, (out, _) in after.items())
+        expect(payloads < total < payloads + 1000, f"{total} bytes were counted")
+
+
 def kind_flags_and_request_arrive(make_pair: MakePair) -> None:
     """The largest values of the prefix, and the smallest."""
     with _connected(make_pair) as (here, there):
@@ -306,6 +324,7 @@ def the_remote_end_has_an_address(make_pair: MakePair) -> None:
 
 CHANNEL_CHECKS: tuple[Check, ...] = (
     frames_keep_their_order,
+    both_ends_count_the_same_bytes,
     kind_flags_and_request_arrive,
     nothing_but_a_prefix_is_a_frame,
     a_payload_of_many_parts_arrives_as_one_block,

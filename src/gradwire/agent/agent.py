@@ -22,6 +22,7 @@ from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import RefusalLog, Refusals
 from gradwire.agent.remote_errors import NameOf, TypeOf, clipped, describe, noted, revive
 from gradwire.agent.requests.cancels import SECONDS, Cancels
+from gradwire.agent.requests.ends import Ends, Tally
 from gradwire.agent.requests.promise import Pending, Promise, RequestTable, unsent
 from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Payload, Source, payload_of
@@ -83,11 +84,11 @@ class Agent:
         self.dispatch = Dispatch(self.kinds, me, options, self.failed, events)
         self.handle = self.dispatch.handle
         self.timer = Timer(f"gradwire {me} timer", clock)
-        self._connections, self.unreached = connections, connections.unreached
+        self._connections = self.connections = connections
         self._channels_to, self.read_some = connections.channels.get, connections.read_some
         self.describe = partial(describe, worker=me, name_of=name_of)
         self.revive = partial(revive, type_of=type_of)
-        self._closing, self._calls = threading.Lock(), RequestTable()
+        self._closing, self._calls, self.ends = threading.Lock(), RequestTable(), Ends()
         self.window = PeerLimit("in_flight", self.limits.in_flight, one_may_exceed=True)
         """the bytes of calls without an answer: what leaves the table of requests is uncounted"""
         locks = (self.timer.lock, self.dispatch.user.lock, self.dispatch.service.lock)
@@ -99,8 +100,9 @@ class Agent:
         self.timer.watch(self._expire)
         beside = (directory, connections, self.dispatch, self.timer, events, options.timeouts)
         self._heartbeat = Heartbeat(*beside)
-        self.silence_of = self._heartbeat.silence_of
-        self._cancels = Cancels(directory, self._calls, self._settle, self.dispatch, clock, events)
+        self.silence_of, self.silences = self._heartbeat.silence_of, self._heartbeat.silences
+        settle = partial(self._settle, ended=self.ends.cancelled)
+        self._cancels = Cancels(directory, self._calls, settle, self.dispatch, clock, events)
         self.cancel = self._cancels.cancel
         call_after_fork(self)
 
@@ -140,6 +142,10 @@ class Agent:
     def in_flight(self) -> int:
         """How many requests of this worker have no answer yet."""
         return len(self._calls)
+
+    def oldest_request(self) -> float | None:
+        """When the oldest request was made that has no answer yet; None if all have one."""
+        return self._calls.oldest()
 
     def request(
         self,
@@ -204,7 +210,7 @@ class Agent:
                 pending.has_left = True
                 raise
             self._calls.answered(pending.n)
-            self.window.uncount(pending)
+            self.window.uncount(pending, self.ends.unsent)
             self._connections.await_end(to, via, error, deadline)
             raise self._named(error, to, pending.description, pending.phase) from error.__cause__
 
@@ -247,9 +253,9 @@ class Agent:
         named = unsent(self.directory.name(to), what, phase, error)
         return self.with_story(named) if isinstance(named, GradwireError) else named
 
-    def _settle(self, pending: Pending, outcome: Outcome) -> None:
+    def _settle(self, pending: Pending, outcome: Outcome, ended: Tally) -> None:
         """End a request that was taken out of the table. Doing it twice does no harm."""
-        self.window.uncount(pending)
+        self.window.uncount(pending, ended)
         pending.promise.settle(outcome)
 
     def answer(
@@ -301,7 +307,7 @@ class Agent:
         error = PeerLost(f"{self.directory.me.name} shut down before an answer came: {reason}")
         error.about("", phase="shutdown")
         for pending in self._calls.closed():
-            self._settle(pending, error)
+            self._settle(pending, error, self.ends.lost)
         self._connections.close(reason)
         stuck = self.dispatch.close(timeout)
         self.timer.close()
@@ -365,7 +371,9 @@ class Agent:
         if heard is not None and heard[0](message):
             heard[1](worker, message)
         outcome: Outcome = Answer(message, payload_of(frame) if frame.payload else None)
+        ended = self.ends.answered
         if isinstance(message, Failure):
+            ended = self.ends.raised
             try:
                 outcome = self.revive(message)
             except Exception as error:  # the waiting thread must get some outcome
@@ -374,14 +382,14 @@ class Agent:
         try:
             if (taken := self._calls.answered(frame.request, worker)) is not None:
                 if taken.size:
-                    self.window.uncount(taken)
+                    self.window.uncount(taken, ended)
                 taken.promise.settle(outcome)
                 return
         except BaseException:
             # A signal handler has raised here, perhaps in a thread that does not wait for this
             # answer. If the request is in no table, nobody else settles it.
             if pending is not None and pending.n not in self._calls:
-                self._settle(pending, outcome)
+                self._settle(pending, outcome, ended)
             raise
         self.noting.came_late(worker)
         if heard is not None and self._calls.is_late(frame.request):
@@ -414,8 +422,8 @@ class Agent:
         late, following = self._calls.expire(now)
         for pending in late:
             name, silence = self.directory.name(pending.peer), self.silence_of(pending.peer)
-            late_by = pending.late(name, self.directory.me.id, silence)
-            self._settle(pending, self.with_story(late_by))
+            late_by = self.with_story(pending.late(name, self.directory.me.id, silence))
+            self._settle(pending, late_by, self.ends.late)
         self._cancels.send(late)
         return following
 
@@ -425,7 +433,7 @@ class Agent:
         self.noting.note(worker, reason)
         for pending in lost:
             error = pending.lost(name, self.directory.me.id, reason, link, now)
-            self._settle(pending, self.with_story(error))
+            self._settle(pending, self.with_story(error), self.ends.lost)
         self._cancels.stop(self.dispatch.inbound_on(channel), f"the caller {name} was lost")
         if last:
             self._lost(worker, reason, link)

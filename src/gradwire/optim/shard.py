@@ -249,6 +249,8 @@ class OptimizerHost:
         self.versions = WeightVersions()
         self.locks = ParameterLocks(worker.agent.clock)
         self.lost: dict[WorkerId, PeerLost] = {}
+        self.stepped = self.failed = 0
+        """how many steps that began here have succeeded, and how many have not"""
         self._steps = itertools.count(first_of(worker.directory.myself.incarnation))
         worker.engine.saving = self.versions.hooks
         agent = worker.agent

@@ -44,13 +44,22 @@ class TwoPhaseCommit:
         options: dict[int, Options],
         timeout: Timeout,
     ) -> None:
-        self._worker, self._lost, self._shards = here.worker, here.lost, shards
+        self._here, self._shards = here, shards
+        self._worker, self._lost = here.worker, here.lost
         self._deadline, self._step = here.worker.step_deadline(timeout), here.next_step()
         self._context, self._options = context, maybe_plain(options)
         self._given = options
 
     def run(self) -> None:
         """Step all shards, or raise StepFailed."""
+        try:
+            self._run()
+        except BaseException:
+            self._here.failed += 1
+            raise
+        self._here.stepped += 1
+
+    def _run(self) -> None:
         if self._options is None:  # options that Prepare cannot carry are sent first
             given = (self._given,)
             self._check_prepared(ask(self._shards, "set_options", lambda _: given, self._left()))

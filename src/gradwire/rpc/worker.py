@@ -185,6 +185,10 @@ class Worker:
                 self._parts[kind] = kind(self)
             return cast(T, self._parts[kind])
 
+    def maybe_part(self, kind: Callable[[Worker], T]) -> T | None:
+        """The same, or None if nobody has used it."""
+        return cast(T | None, self._parts.get(kind))
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Code in the block belongs to this worker."""

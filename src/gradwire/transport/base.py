@@ -14,6 +14,9 @@ from gradwire.errors import DeadlinePassed
 from gradwire.options import Limits
 from gradwire.wire.message import Frame
 
+Carried = dict[str, tuple[int, int]]
+"""The bytes that a channel has sent and received, by their way: its address scheme, or `shm`."""
+
 MAX_BUFFERED_BYTES = 1 << 24
 """What a channel may buffer for a peer that does not read; it accepts the frame that reaches it."""
 
@@ -74,6 +77,13 @@ class Channel(Protocol):
     @property
     def frames_received(self) -> int:
         """The number of frames received; after an interrupt maybe one too many, never too few."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The size of the shared memory that this end has made for the other."""
+
+    def carried(self) -> Carried:
+        """The bytes sent and received until now, the handshake included, before any encryption."""
 
     def send_raw(self, data: bytes, deadline: float) -> None:
         """Send raw bytes without a frame; only during the handshake, before the first frame."""

@@ -53,7 +53,7 @@ class _Pipe:
         # that comes first, the acquire returns at once, and the waiter looks again. Python 3.11
         # forgets the timeout of SimpleQueue.get when a signal handler runs meanwhile.
         self._nonempty, self._room = threading.Lock(), threading.Lock()
-        self._put_bytes = self._got_bytes = 0
+        self.put_bytes = self.got_bytes = 0
         self._ended = False
         self.frames_received = 0
 
@@ -64,7 +64,7 @@ class _Pipe:
         """
         # The size of this item does not count: a large frame is not starved by small ones, and one
         # larger than the capacity passes.
-        while self._put_bytes - self._got_bytes >= self._capacity and not self._ended:
+        while self.put_bytes - self.got_bytes >= self._capacity and not self._ended:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
@@ -77,7 +77,7 @@ class _Pipe:
 
     def _append(self, item: _Item | None, size: int = 0, frame: Frame | None = None) -> None:
         append = self._items.put
-        self._put_bytes += size  # from here on in one step
+        self.put_bytes += size  # from here on in one step
         if frame is not None:
             frame.has_left = True
         append(item)
@@ -94,7 +94,7 @@ class _Pipe:
                 (item,) = map(self._items.get, _AT_ONCE)
                 if item is not None:
                     self.frames_received += 1
-                    self._got_bytes += item.size
+                    self.got_bytes += item.size
                 break
             except Empty:
                 if left <= 0 or (polls and done()):
@@ -135,6 +135,7 @@ class MemoryChannel:
     peer_names: tuple[str, ...] | None = None
     binding = b""
     needs_heartbeat = False
+    shared_bytes = 0
 
     def __init__(
         self, remote: str, incoming: _Pipe, outgoing: _Pipe, *, limits: Limits, pool: BlockPool
@@ -151,6 +152,10 @@ class MemoryChannel:
     def frames_received(self) -> int:
         """See `Channel.frames_received`."""
         return self._incoming.frames_received
+
+    def carried(self) -> base.Carried:
+        """See `Channel.carried`."""
+        return {"memory": (self._outgoing.put_bytes, self._incoming.got_bytes)}
 
     def send_raw(self, data: bytes, deadline: float) -> None:
         """See `Channel.send_raw`."""

@@ -91,9 +91,11 @@ def test_each_message_is_uncounted_once():
     window.count_when_free(first, 8, clock)
     window.count_anyway(second, 8)
     assert window.taken(1) == 16
-    window.uncount(first)
-    window.uncount(first)
+    ended = {}
+    window.uncount(first, ended)
+    window.uncount(first, ended)
     assert window.taken(1) == 8
-    window.uncount(second)
+    window.uncount(second, ended)
+    assert ended == {1: 2}
     window.count_when_free(third, 10, clock)
     assert (first.size, second.size, third.size) == (0, 0, 10)

@@ -125,6 +125,7 @@ class OutgoingLane:
         self._is_inside: Callable[[], bool] = cast(Any, lock)._is_owned
         self.words = Words.make()
         self.blocks: dict[int, Shared] = {}
+        self.filled_bytes = 0  # of messages, also of the few that did not leave
         self._busy: Busy = []
         self._pools: dict[torch.device, DevicePool] = {}
         self._indices = set(range(MOST_BLOCKS))
@@ -171,6 +172,7 @@ class OutgoingLane:
             n, block = made
         stream = driver.current_stream(device)
         block.begin(stream, was_taken=was_taken)
+        self.filled_bytes += length
         return Lease(n, block, stream, self._busy)
 
     def give_back(self, number: int) -> None:
@@ -333,6 +335,7 @@ class IncomingLane:
         self._process = os.getpid()
         """of the peer, once it has shared a block"""
         self.blocks: dict[int, Shared] = {}
+        self.taken_bytes = 0
         self.busy: Busy = []
         self._words: Words | None = None
         self._is_here = False
@@ -386,7 +389,11 @@ class IncomingLane:
             block, word = self.find(number)
             block.begin_taking(stream)
             try:
-                return [block.take(offset, layout, to, stream) for offset, layout in places]
+                tensors = []
+                for offset, layout in places:
+                    tensors.append(block.take(offset, layout, to, stream))
+                    self.taken_bytes += aligned(layout.nbytes)
+                return tensors
             finally:
                 block.taken(stream)
                 assert self._words is not None, "it came with the block"
@@ -441,7 +448,9 @@ class Taking:
             stream = self._stream_of(block.device)
             block.begin_taking(stream)
             self._begun[number] = block, stream
-        return block.take(offset, layout, to, self._begun[number][1])
+        tensor = block.take(offset, layout, to, self._begun[number][1])
+        self._lane.taken_bytes += aligned(layout.nbytes)
+        return tensor
 
     def close(self, named: Iterable[int]) -> None:
         """The copies are queued: give back all blocks that the message names."""

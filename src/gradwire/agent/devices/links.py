@@ -62,6 +62,8 @@ class DeviceLinks:
         self._lock = agent.directory.lock
         self._outgoing: dict[WorkerId, OutgoingLane] = {}
         self._incoming: dict[WorkerId, IncomingLane] = {}
+        self._ended: dict[WorkerId, tuple[int, int]] = {}
+        """the bytes that lanes have carried which are over"""
         self._known_names: dict[str, torch.device] = {}
         """those of devices that peers have named in messages"""
         accelerator = torch.accelerator.current_accelerator()
@@ -326,10 +328,24 @@ class DeviceLinks:
         self._agent.check_asker(source)  # else nobody would unmap it
         self._agent.answer(source, opened, deadline=self._agent.clock.now() + 10.0)
 
+    def carried(self) -> dict[WorkerId, tuple[int, int]]:
+        """The bytes sent and received in device memory, by peer."""
+        with self._lock:
+            known = [*self._ended, *self._outgoing, *self._incoming]
+            return {peer: self._carried(peer) for peer in known}
+
+    def _carried(self, peer: WorkerId) -> tuple[int, int]:
+        sent, received = self._ended.get(peer, (0, 0))
+        leaving, arriving = self._outgoing.get(peer), self._incoming.get(peer)
+        sent += 0 if leaving is None else leaving.filled_bytes
+        received += 0 if arriving is None else arriving.taken_bytes
+        return sent, received
+
     # -- the end of a link
 
     def _peer_lost(self, worker: WorkerId, _: PeerLost) -> None:
         with self._lock:
+            self._ended[worker] = self._carried(worker)
             lanes = [self._incoming.pop(worker, None), self._outgoing.pop(worker, None)]
         for lane in lanes:
             if lane is not None:  # on another thread, as it waits for the device
@@ -338,6 +354,8 @@ class DeviceLinks:
     def close(self) -> None:
         """This worker is closed."""
         with self._lock:
+            for peer in {*self._incoming, *self._outgoing}:
+                self._ended[peer] = self._carried(peer)
             incoming, self._incoming = self._incoming, {}
             outgoing, self._outgoing = self._outgoing, {}
         for arriving in incoming.values():

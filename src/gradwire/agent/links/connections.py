@@ -27,6 +27,7 @@ from typing import final
 from gradwire import threads
 from gradwire.agent.links import handshake
 from gradwire.agent.links.readers import ChannelReader, ChannelReaders, OnFrame, refuse_to_wait
+from gradwire.agent.links.traffic import Traffic
 from gradwire.agent.messages import Hello
 from gradwire.agent.peers.directory import Directory
 from gradwire.agent.peers.refusals import Refusals
@@ -87,6 +88,7 @@ class Connections:
         self.channels: dict[WorkerId, list[Channel]] = {}
         """by worker; a list is replaced, never changed, so reading needs no lock; a channel is
         removed before its end is reported"""
+        self._traffic = Traffic()
         self._losses: Counter[WorkerId] = Counter()
         self._their_losses: Counter[WorkerId] = Counter()
         """how often we lost each peer, and how often its present incarnation lost us, as it says"""
@@ -309,12 +311,29 @@ class Connections:
         """Remove and close the channels to this worker; returns them."""
         with self._lock:
             channels = self.channels.pop(worker, [])
+            self._traffic.ended(worker, channels)
             self._losses[worker] += bool(channels)
             with self._removed_lock:
                 self._removed.notify_all()
         for channel in channels:
             channel.close(str(error))
         return channels
+
+    def traffic(self) -> dict[tuple[WorkerId, str], tuple[int, int]]:
+        """The bytes sent and received, by peer and way, over the channels of now and before."""
+        with self._lock:
+            return self._traffic.with_open(self.channels)
+
+    def losses(self) -> dict[WorkerId, int]:
+        """How often each peer was lost."""
+        with self._lock:
+            return dict(self._losses)
+
+    def shared_bytes(self) -> int:
+        """The shared memory that this worker has made for its peers."""
+        with self._lock:
+            channels = [channel for known in self.channels.values() for channel in known]
+        return sum(channel.shared_bytes for channel in channels)
 
     def unreached(self, worker: WorkerId, tell: Callable[[], None]) -> bool:
         """A worker could not be reached: call `tell`, which marks it as lost, unless connected."""

@@ -75,6 +75,14 @@ class Heartbeat:
         readers = [r for r in self._connections.readers.all() if r.worker == worker]
         return min((self._detector.silence(reader, now) for reader in readers), default=0.0)
 
+    def silences(self) -> dict[WorkerId, float]:
+        """The same for each connected worker."""
+        now, found = self._timer.clock.now(), dict[WorkerId, float]()
+        for reader in self._connections.readers.all():
+            silence = self._detector.silence(reader, now)
+            found[reader.worker] = min(silence, found.get(reader.worker, silence))
+        return found
+
     def _report(self, reader: ChannelReader, what: str) -> None:
         name, me = self._directory.name(reader.worker), self._directory.me.name
         self._events.note("heartbeat", what, name)

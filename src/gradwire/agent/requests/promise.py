@@ -237,6 +237,10 @@ class RequestTable:
         """Whether this is the first answer to a request that was given up before it came."""
         return self._given_up.pop(n, self) is None
 
+    def oldest(self) -> float | None:
+        """When the oldest of them was made; None if there are none."""
+        return min((pending.opened for pending in self._pending.copy().values()), default=None)
+
     def closed(self) -> list[Pending]:
         """Take out all of them, because this worker stops."""
         return self._taken([*self._pending.copy().values()])

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar, final
 
 import msgspec
 
+from gradwire.agent.requests.ends import Ends
 from gradwire.agent.serving.peer_limits import EACH, PeerLimit
 from gradwire.agent.serving.thread_pool import ElasticPool, Job, mine
 from gradwire.errors import BadMessage, OverLimit
@@ -133,6 +134,8 @@ class Dispatch:
         """whether this process was forked from the worker"""
         self.inbound_requests: set[Source] = set()
         """those in the user lane that are queued or run, so that they can be cancelled"""
+        self.served = Ends()
+        """how the calls of peers have ended"""
         self.user = ElasticPool(f"gradwire {name} user", options.threads)
         self.service = ElasticPool(f"gradwire {name} service")
 

@@ -88,13 +88,17 @@ class PeerLimit:
             counts[peer] = counts[peer] + size if peer in counts else size
             message.size = size
 
-    def uncount(self, message: Weighed) -> None:
-        """A message is gone; harmless if it was not counted, or is not any more. hot: every call"""
+    def uncount(self, message: Weighed, ended: dict[WorkerId, int]) -> None:
+        """A message is gone, and is one more of those that `ended` in this way, by peer.
+
+        Harmless if it was not counted, or is not any more. hot: every call
+        """
         counts, peer = self._taken, message.peer
         with self.lock:
-            if message.size:  # one step, up to the store of 0
+            if message.size:  # one step, up to the end of the block
                 counts[peer] = counts[peer] - message.size
                 message.size = 0
+                ended[peer] = ended[peer] + 1 if peer in ended else 1
             if self._waiting:
                 self._given_back.notify_all()
 

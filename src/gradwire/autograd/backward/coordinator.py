@@ -61,6 +61,8 @@ class Coordinator:
         agent.handle(QueryPass, self._serve_query, Lane.SERVICE)
         agent.kinds.add(HasEnded)
         self._outcomes = Outcomes()
+        self.ended = self.failed = 0
+        """how many passes that began here have ended well, and how many have not"""
 
     def begin_native(self, met: EdgeEnd) -> CoordinatedPass:
         """Begin the pass of a `loss.backward()` or `grad()` that has reached its first Recv."""
@@ -251,6 +253,7 @@ class Coordinator:
 
     def _end_well(self, active: CoordinatedPass) -> None:
         self._outcomes.decide(active.id.n, well=True)
+        self.ended += 1
         for worker in sorted(active.changed):
             ended = PassEnded(active.id, None)
             try:
@@ -266,6 +269,7 @@ class Coordinator:
         raised = PeerLost(f"the backward that began {active.id} on {me} raised")
         told = error or active.error or raised
         active.fail(told)
+        self.failed += 1
         self._passes.over(active)
         # Nobody has heard of a pass that failed before its Starts were sent.
         workers = () if active.not_started else active.participants

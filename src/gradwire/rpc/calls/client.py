@@ -18,6 +18,7 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.devices.maps import checked_map
 from gradwire.agent.remote_errors import fresh
+from gradwire.agent.requests.ends import one_more
 from gradwire.agent.requests.promise import Pending, Promise
 from gradwire.agent.requests.timer import OUTERMOST, extent_of
 from gradwire.agent.serving.peer_limits import EACH
@@ -338,7 +339,7 @@ class Calls:
             if handle is not None:
                 self._refs.creation_abandoned(handle, promise)
             return
-        self._agent.window.uncount(sent)
+        self._agent.window.uncount(sent, self._agent.ends.unsent)
         if sent.packed is not None:
             self._bodies.undo(sent.packed, peer)
         if sent.checkpointed is not None:
@@ -361,10 +362,16 @@ class Calls:
         A function that a peer has called does not wait: the calls that fill the window may
         themselves wait for that function, on the peer.
         """
-        if self._agent.dispatch.user.runs_this_thread:
-            self._agent.window.count_anyway(sent, size)
-        else:
-            self._agent.window.count_when_free(sent, size, self._agent.clock)
+        agent = self._agent
+        if agent.dispatch.user.runs_this_thread:
+            agent.window.count_anyway(sent, size)
+            return
+        try:
+            agent.window.count_when_free(sent, size, agent.clock)
+        except BaseException:
+            if not sent.size:  # else `_undo` counts it
+                one_more(agent.ends.unsent, sent.peer)
+            raise
 
     def _pending(
         self,

@@ -20,6 +20,7 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from gradwire.agent.devices.maps import inverted
 from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
+from gradwire.agent.requests.ends import one_more
 from gradwire.agent.requests.timer import Clock, ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.thread_pool import Job
@@ -116,10 +117,10 @@ class CallServer:
         agent = self._agent = worker.agent
         self._engine, self._refs, self._behavior = worker.engine, worker.refs, worker.behavior
         self._bodies, self._registry, self._generators = bodies, registry, worker.generators
-        self._scope_for = partial(CallScope, worker)
+        self._scope_for, self._served = partial(CallScope, worker), agent.dispatch.served
         self.around: Callable[..., object] | None = None
         """runs the functions that come with their calls; it gets each with its arguments"""
-        agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._refuse)
+        agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._cancelled)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
 
@@ -137,6 +138,7 @@ class CallServer:
         try:
             value = self._run(call, payload, source, deadline)
         except BaseException:
+            one_more(self._served.raised, source.worker)
             if references:
                 self._refs.piggybacked.send_separately(references)
             raise
@@ -145,10 +147,17 @@ class CallServer:
                 self._refs.piggybacked.send_separately(references)
             answer = partial(self._answer_content, source, call.context, deadline, references)
             self._when_done(value, source, partial(self._answer_on_pool, source, answer))
-        elif references:
+            return
+        one_more(self._served.answered, source.worker)
+        if references:
             self._answer_content(source, call.context, deadline, references, Value(value))
         elif not source.cancelled:
             self._answer_value(source, value, call.context, deadline, ())
+
+    def _cancelled(self, call: Call, source: Source) -> None:
+        """Nobody waits for the answer any more, and it has not begun."""
+        one_more(self._served.cancelled, source.worker)
+        self._refuse(call, source)
 
     def _refuse(self, call: Call, source: Source) -> None:
         """Drop the references and edges of a call that was cancelled or refused before it began."""
@@ -187,7 +196,9 @@ class CallServer:
                 self._when_done(value, source, settle)
                 return
             content: Content = Value(value)
+            one_more(self._served.answered, source.worker)
         except BaseException as error:  # raised by each fetch of the value
+            one_more(self._served.raised, source.worker)
             self._agent.noting.note(source.worker, error)
             content = Raised(self._agent.describe(error))
         settle(content)
@@ -287,7 +298,12 @@ class CallServer:
                     source.note = note(error)
             except BaseException as refused:
                 error = refused
-            use(Value(value) if error is None else Raised(self._agent.describe(error)))
+            if error is None:
+                one_more(self._served.answered, source.worker)
+                use(Value(value))
+            else:
+                one_more(self._served.raised, source.worker)
+                use(Raised(self._agent.describe(error)))
 
         later.future.add_done_callback(done)
 

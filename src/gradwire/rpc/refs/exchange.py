@@ -121,7 +121,7 @@ class RefSender:
             failing_since = self._unreached.setdefault(peer, now)
         given_up = isinstance(error, PeerLost) or now - failing_since >= CONTROL_SECONDS
         lost = partial(self._lost, peer, PeerLost(str(error)))
-        if not (given_up and self._agent.unreached(peer, lost)):
+        if not (given_up and self._agent.connections.unreached(peer, lost)):
             for entry in entries:
                 self._send_later(*entry, _SEND_AGAIN_SECONDS)
 

@@ -93,12 +93,15 @@ class SocketChannel:
     ) -> None:
         self.remote, self.peer_names, self.binding = remote, peer_names, binding
         self.limits, self.needs_heartbeat = limits, True
+        self._received = self._borrowed = 0  # bytes of frames, and of those in shared memory
         self.frames_received = 0  # grows before `_start` moves past the frame
         self._sock, self._stall, self._pool, self._shared = sock, stall, pool, shared
         self._closer = stream.SocketCloser(sock, shared.close if shared else lambda: None)
         self._receiving = self._closer.receiving
         flags = (TAKES_BLOCKS if shared else 0) | (SUMS_PAYLOAD if checksum else 0)
-        writer = FrameWriter(sock, self._closer, remote, stall=stall, flags=flags, shared=shared)
+        writer = self._writer = FrameWriter(
+            sock, self._closer, remote, stall=stall, flags=flags, shared=shared
+        )
         self.send, self.send_raw = writer.send, writer.send_raw
         self._known_flags = _PLAIN_FLAGS | (IN_BLOCK if shared else 0)
         self._ahead = self._usual = memoryview(bytearray(_READ_AHEAD))
@@ -119,6 +122,19 @@ class SocketChannel:
     def close(self, reason: str = "close() was called") -> None:
         """See `Channel.close`."""
         self._closer.end(base.closed_here(reason))
+
+    @property
+    def shared_bytes(self) -> int:
+        """See `Channel.shared_bytes`."""
+        return 0 if self._shared is None else self._shared.lent_bytes
+
+    def carried(self) -> base.Carried:
+        """See `Channel.carried`. A frame counts as received from the moment that it is taken."""
+        writer, way = self._writer, self.remote.partition(":")[0]
+        carried = {way: (writer.sent_bytes, self._received)}
+        if self._shared is not None:
+            carried["shm"] = writer.shared_bytes, self._borrowed
+        return carried
 
     def _reading(self, view: memoryview) -> Callable[[int], Any]:
         """A read into the view with the flags that it is given."""
@@ -174,6 +190,7 @@ class SocketChannel:
                     if not count:
                         closer.fail(base.CLOSED_BY_PEER)
                     missing = missing[count:]
+                    self._received += count
         finally:
             if closer.close_reason is not None:
                 closer.close_if_unused()
@@ -264,6 +281,7 @@ class SocketChannel:
         if self._epoch != epoch:  # an inner read has taken it
             return None
         self.frames_received += 1
+        self._received += after - start
         self._epoch = epoch + 1
         self._start = after
         return frame
@@ -310,8 +328,8 @@ class SocketChannel:
         # Take the frame in one step: from here on an inner read first reads the rest of its
         # payload, and then returns the next frame.
         self.frames_received += 1
-        self._epoch = epoch + 1
-        self._rest = rest
+        self._received += ahead + length
+        self._epoch, self._rest = epoch + 1, rest
         if self._ahead is self._usual:
             self._start += ahead
         else:  # a buffer made for this head: see `_fill`
@@ -333,6 +351,7 @@ class SocketChannel:
             if note:
                 length = prefix.payload_length
                 payload = (self._shared.open(note, length, self.limits, descriptor),)
+                self._borrowed += length
         check_content(prefix, head, payload)
         return Frame(prefix.kind, prefix.flags & IS_ANSWER, prefix.request, head, payload)
 

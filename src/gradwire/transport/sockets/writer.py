@@ -59,12 +59,13 @@ class FrameWriter:
     ) -> None:
         self._sock, self._closer, self._sending = sock, closer, closer.sending
         self._remote, self._stall, self._flags = remote, stall, flags
-        self._shared = shared
+        self._shared, self.shared_bytes = shared, 0
         self._small = SMALL if shared is None else min(SMALL, shared.smallest - 1)
         self._taking = taking(closer.sending)
         self._sender = 0  # the thread that holds the send lock
         self._unsent: Unsent | None = None  # a frame of which `_sent` bytes were sent
         self._sent = 0
+        self.sent_bytes = 0  # of all frames; grows in one step with the store of a send's result
         self._is_blocked = False  # whether in a send that an inner send cannot continue
         # A TLS stream, whose progress is unknown after an interrupt.
         self._is_opaque = not isinstance(sock, socket.socket)
@@ -92,10 +93,10 @@ class FrameWriter:
                 stock = (small, sends)
                 del stock  # the send reuses these tuples: see Note [Reading inside a read]
                 if self._closer.close_reason is None and self._unsent is None:
-                    self._is_blocked = self._is_opaque
-                    frame.has_left = True
+                    self._is_blocked, frame.has_left = self._is_opaque, True
                     (sent,) = sends
                     self._is_blocked = False
+                    self.sent_bytes += sent
                     if sent == len(small):
                         return
                     self._sent, self._unsent = sent, small
@@ -132,6 +133,7 @@ class FrameWriter:
                 prefix = encode_prefix(frame, self._flags | IN_BLOCK)
                 note, ancillary = block.announced()
                 self._transmit([prefix, frame.head, note], ancillary, deadline, frame)
+                self.shared_bytes += block.length
             return
         prefix, head = encode_prefix(frame, self._flags), frame.head
         # Fewer buffers make a cheaper call.
@@ -321,6 +323,7 @@ class FrameWriter:
             (count,) = sends
             self._is_blocked = False
             self._sent = sent + count
+            self.sent_bytes += count
             self._unsent = None if count == length else begun or parts
         except BlockingIOError:
             self._is_blocked = False
