@@ -60,6 +60,8 @@ if typing.TYPE_CHECKING:
     from gradwire import compat as compat
     from gradwire import ray as ray
     from gradwire import testing as testing
+    from gradwire.seeing import metrics as metrics
+    from gradwire.seeing import otel as otel
 
 __version__ = "0.1.0.dev0"
 
@@ -133,7 +135,9 @@ __all__ = [  # in the order one learns them
 
 
 def __getattr__(name: str) -> typing.Any:  # noqa: ANN401
-    """Import `gradwire.testing`, `compat` and `ray` on first use: few programs need them."""
+    """Import `gradwire.testing`, `compat` and others on first use: few programs need them."""
     if name in ("compat", "ray", "testing"):
         return importlib.import_module(f"gradwire.{name}")
+    if name in ("metrics", "otel"):
+        return importlib.import_module(f"gradwire.seeing.{name}")
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

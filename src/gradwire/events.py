@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from threading import get_ident
 from typing import Any, Final, Protocol, final
@@ -46,6 +46,29 @@ class Add(Protocol):
         """Add it to what is kept."""
 
 
+class Observer(Protocol):
+    """Measures the calls, passes and steps of one worker; seeing/observer.py has the one there is.
+
+    Its methods are called on the thread that does it, which may read a channel: they must not
+    block. The values are those of the layers above, which this one does not know.
+    """
+
+    def call_leaves(self, sent: Any, call: Any) -> Any:  # noqa: ANN401
+        """A call is packed; returns what is sent, which may say more."""
+
+    def serving(self, call: Any, run: Callable[..., object]) -> Callable[..., object]:  # noqa: ANN401
+        """The function that runs a peer's call, in place of `run`."""
+
+    def pass_began(self, active: Any) -> None:  # noqa: ANN401
+        """A backward pass begins here."""
+
+    def pass_ended(self, active: Any, error: BaseException | None) -> None:  # noqa: ANN401
+        """It has ended on all workers."""
+
+    def step(self, id: object, owners: list[str]) -> AbstractContextManager[object]:
+        """Around an optimizer step that begins here."""
+
+
 @final
 class Events:
     """The events of one worker, by its clock."""
@@ -54,6 +77,8 @@ class Events:
         self.now = now
         self.record: Add | None = None
         """set while somebody records; hot paths check it before they read the clock"""
+        self.observer: Observer | None = None
+        """set while durations or spans are wanted"""
         self._numbers = count(1)
         self._rare: deque[Record] = deque(maxlen=_MOST_RARE)
         self._kept: deque[Record] = deque()

@@ -52,8 +52,13 @@ class TwoPhaseCommit:
 
     def run(self) -> None:
         """Step all shards, or raise StepFailed."""
+        observer = self._worker.events.observer
         try:
-            self._run()
+            if observer is None:
+                self._run()
+            else:
+                with observer.step(self._step, [*map(self._worker.directory.name, self._shards)]):
+                    self._run()
         except BaseException:
             self._here.failed += 1
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -11,6 +12,16 @@ from gradwire.autograd.modes import Modes
 from gradwire.ids import ContextId, ForkId, RefId, WorkerId
 from gradwire.wire.message import Message, Seconds
 from gradwire.wire.tensor import TensorHeader
+
+TraceParent = Annotated[
+    str,
+    msgspec.Meta(
+        pattern="^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}$",
+        min_length=55,
+        max_length=55,
+    ),
+]
+"""Version, trace, span and flags. A message with anything else is refused when it is decoded."""
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
@@ -85,6 +96,8 @@ class Call(Message, frozen=True, tag=0x40):
     """by which tensors came; the result returns by the inverted map"""
     in_pass: bool = False
     """whether it is made while a `backward(context, …)` runs, whose map is not at the callee"""
+    traceparent: TraceParent | None = None
+    """the OpenTelemetry span of the call, if it has one, as in the HTTP header of the W3C"""
 
 
 class Result(Message, frozen=True, tag=0x41):

@@ -88,14 +88,14 @@ def test_calls_of_functions_that_were_called_do_not_wait(workers):
 def test_each_message_is_uncounted_once():
     clock, window = MonotonicClock(), PeerLimit("in_flight", 10, one_may_exceed=True)
     first, second, third = (Pending(1, "f", 0.0, float("inf"), Promise()) for _ in range(3))
-    window.count_when_free(first, 8, clock)
+    ended = {}
+    window.count_when_free(first, 8, clock, ended)
     window.count_anyway(second, 8)
     assert window.taken(1) == 16
-    ended = {}
     window.uncount(first, ended)
     window.uncount(first, ended)
     assert window.taken(1) == 8
     window.uncount(second, ended)
     assert ended == {1: 2}
-    window.count_when_free(third, 10, clock)
+    window.count_when_free(third, 10, clock, ended)
     assert (first.size, second.size, third.size) == (0, 0, 10)

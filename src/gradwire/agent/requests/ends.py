@@ -29,8 +29,3 @@ class Ends:
     def seen(self) -> dict[str, Tally]:
         """A copy, by way."""
         return {way: getattr(self, way).copy() for way in self.__slots__}
-
-
-def one_more(tally: Tally, peer: WorkerId) -> None:
-    """Add one. There are no calls in here, so no other thread runs in between. hot: each call"""
-    tally[peer] = tally[peer] + 1 if peer in tally else 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from typing import Final, Protocol, final
 
+from gradwire.agent.requests.ends import Tally
 from gradwire.agent.requests.timer import Clock
 from gradwire.errors import CallTimeout, OverLimit
 from gradwire.ids import WorkerId
@@ -88,7 +89,7 @@ class PeerLimit:
             counts[peer] = counts[peer] + size if peer in counts else size
             message.size = size
 
-    def uncount(self, message: Weighed, ended: dict[WorkerId, int]) -> None:
+    def uncount(self, message: Weighed, ended: Tally) -> None:
         """A message is gone, and is one more of those that `ended` in this way, by peer.
 
         Harmless if it was not counted, or is not any more. hot: every call
@@ -107,14 +108,18 @@ class PeerLimit:
         if not self.maybe_take(peer, count):
             raise over(self._what, self._most)
 
-    def count_when_free(self, message: Weighed, size: int, clock: Clock) -> None:
-        """Count a message, and wait for others to be gone if need be; CallTimeout."""
+    def count_when_free(self, message: Weighed, size: int, clock: Clock, unsent: Tally) -> None:
+        """Count a message, and wait for others to be gone if need be.
+
+        CallTimeout if that takes too long: then it is one more of those that are `unsent`.
+        """
         with self.lock:
             self._waiting += 1
             try:
                 while not self.maybe_count(message, size):
                     left = message.deadline - clock.now()
                     if left <= 0:
+                        one_more(unsent, message.peer)
                         taken = self.taken(message.peer)
                         raise CallTimeout(
                             f"{message.description} did not leave in time: {taken} bytes of "
@@ -145,3 +150,8 @@ def over(what: str, most: int) -> OverLimit:
         f"a peer has {most} {what} open here already, which is the limit",
         hint=f"end some of them, or raise Limits({what}=…) on the worker that refused",
     )
+
+
+def one_more(tally: Tally, peer: WorkerId) -> None:
+    """Add one. There are no calls in here, so no other thread runs in between. hot: each call"""
+    tally[peer] = tally[peer] + 1 if peer in tally else 1

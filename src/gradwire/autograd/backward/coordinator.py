@@ -178,6 +178,8 @@ class Coordinator:
             context.called.update(active.participants)  # they hear when it is closed
         if (record := self._agent.events.record) is not None:
             record("start", self._agent.clock.now(), active.id)
+        if (observer := self._agent.events.observer) is not None:
+            observer.pass_began(active)
         return active
 
     def send(
@@ -254,6 +256,8 @@ class Coordinator:
     def _end_well(self, active: CoordinatedPass) -> None:
         self._outcomes.decide(active.id.n, well=True)
         self.ended += 1
+        if (observer := self._agent.events.observer) is not None:
+            observer.pass_ended(active, None)
         for worker in sorted(active.changed):
             ended = PassEnded(active.id, None)
             try:
@@ -270,6 +274,8 @@ class Coordinator:
         told = error or active.error or raised
         active.fail(told)
         self.failed += 1
+        if (observer := self._agent.events.observer) is not None:
+            observer.pass_ended(active, told)
         self._passes.over(active)
         # Nobody has heard of a pass that failed before its Starts were sent.
         workers = () if active.not_started else active.participants

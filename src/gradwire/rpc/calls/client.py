@@ -18,7 +18,6 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from gradwire.agent.agent import Agent, Answer, Outcome
 from gradwire.agent.devices.maps import checked_map
 from gradwire.agent.remote_errors import fresh
-from gradwire.agent.requests.ends import one_more
 from gradwire.agent.requests.promise import Pending, Promise
 from gradwire.agent.requests.timer import OUTERMOST, extent_of
 from gradwire.agent.serving.peer_limits import EACH
@@ -53,6 +52,7 @@ from gradwire.wire.message import Message
 _CALLS_BETWEEN_READS = 16
 """Of calls that are made one after another without waiting; see `ChannelReaders.read_some`."""
 T = TypeVar("T")
+EndSpan = Callable[[str], None] | None
 InContext = ContextId | None
 """the context that a call is made in, if any"""
 
@@ -87,6 +87,8 @@ class SentCall(Pending, eq=False, kw_only=True):
     """what it carries, until it has left"""
     checkpointed: CheckpointedCall | None = None
     """its record, if it is made inside of an activation checkpoint"""
+    end_span: EndSpan = None
+    """ends its OpenTelemetry span, if it has one; see seeing/otel.py"""
 
 
 class Created(NamedTuple):
@@ -303,12 +305,8 @@ class Calls:
         if maps is None and self._device_maps:
             maps = self._device_map_to(to)
         packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline, maps)
-        sent.packed, body, payload, headers = (
-            packed,
-            packed.body,
-            packed.payload,
-            packed.body.tensors,
-        )
+        sent.packed, body, payload = packed, packed.body, packed.payload
+        headers = body.tensors
         size = EACH + len(body.data) + (sum(map(len, payload)) if payload else 0)
         what = sent.description = target.description or display_name(name)
         grad, carries = is_grad_enabled(), self._carries_modes
@@ -324,7 +322,10 @@ class Calls:
         keep = None if handle is None else Kept(handle.ref, handle.fork)
         rest = (deadline - now, keep, record and record.draws, modes, depth, room, maps, in_pass)
         sent.opened, sent.notify_cancel = now, keep is None and self._tells_of_cancels
-        agent.issue(sent, Call(name, body, context, grad or not carries, inference, *rest), payload)
+        call = Call(name, body, context, grad or not carries, inference, *rest)
+        if (observer := agent.events.observer) is not None:
+            call = observer.call_leaves(sent, call)
+        agent.issue(sent, call, payload)
         sent.packed = None
         if body.released:
             self._engine.releases.rode(to, body.released)
@@ -340,6 +341,8 @@ class Calls:
                 self._refs.creation_abandoned(handle, promise)
             return
         self._agent.window.uncount(sent, self._agent.ends.unsent)
+        if sent.end_span is not None:
+            sent.end_span("unsent")
         if sent.packed is not None:
             self._bodies.undo(sent.packed, peer)
         if sent.checkpointed is not None:
@@ -365,13 +368,8 @@ class Calls:
         agent = self._agent
         if agent.dispatch.user.runs_this_thread:
             agent.window.count_anyway(sent, size)
-            return
-        try:
-            agent.window.count_when_free(sent, size, agent.clock)
-        except BaseException:
-            if not sent.size:  # else `_undo` counts it
-                one_more(agent.ends.unsent, sent.peer)
-            raise
+        else:
+            agent.window.count_when_free(sent, size, agent.clock, agent.ends.unsent)
 
     def _pending(
         self,

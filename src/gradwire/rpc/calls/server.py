@@ -20,9 +20,9 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from gradwire.agent.devices.maps import inverted
 from gradwire.agent.messages import Done
 from gradwire.agent.remote_errors import noted
-from gradwire.agent.requests.ends import one_more
 from gradwire.agent.requests.timer import Clock, ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
+from gradwire.agent.serving.peer_limits import one_more
 from gradwire.agent.serving.thread_pool import Job
 from gradwire.autograd.api import check_scalar_root
 from gradwire.autograd.modes import in_modes
@@ -213,6 +213,8 @@ class CallServer:
                 raise
         result = self._result if call.draws is None else self._result_with_draws
         scope = self._scope_for(call.context, deadline, source)
+        if call.traceparent and (observer := self._agent.events.observer) is not None:
+            result = observer.serving(call, result)
         try:
             grad, inference = call.grad_enabled, call.inference
             if call.modes is not None:
