@@ -54,6 +54,7 @@ ELSEWHERE = {
     (f"{GUIDE}security.md", None): "test_guide.py",
     (f"{GUIDE}beyond-one-machine.md", None): "test_beyond_one_machine.py",
     (f"{GUIDE}ray.md", None): "ray/test_ray.py",
+    (f"{GUIDE}seeing.md", "import gradwire"): "seeing/test_metrics_guide.py",
     (
         "docs/concepts/membership.md",
         "for attempt in gradwire.retrying(times=5, restore=restore):",
