@@ -12,6 +12,7 @@ import gradwire as gw
 from gradwire import Options
 from gradwire.agent.messages import OpenBlock
 from gradwire.errors import BadMessage, GradwireError, UsageError
+from gradwire.seeing.counters import read_counts
 from gradwire.testing.cluster import cluster
 from gradwire.testing.pretend import streams
 from gradwire.testing.pretend.driver import PretendBlock, PretendDriver
@@ -344,3 +345,29 @@ def test_an_error_of_the_device_ends_the_use_of_a_block(workers, method, monkeyp
 
     # The fixture looks whether a thread counts as using blocks still.
     assert workers[0].run(gw.rpc_sync, "w1", same, args=(x,)).cpu().tolist() == [1.0] * 3
+
+
+def on_device(worker):
+    """The bytes sent and received in device memory."""
+    ((sent, received),) = [
+        (each.sent, each.received)
+        for each in read_counts(worker.worker).traffic
+        if each.way == "device"
+    ]
+    return sent, received
+
+
+def test_both_workers_count_the_same_bytes(workers):
+    x = put(torch.ones(1000), HERE)
+    workers[0].run(gw.rpc_sync, "w1", same, args=([x, x[:10]],))
+    workers[0].run(gw.rpc_sync, "w1", where, args=(x,))
+    sent, received = on_device(workers[0])
+
+    assert 8040 <= sent < 9000
+    assert 4040 <= received < 5000
+    assert on_device(workers[1]) == (received, sent)
+
+    workers[0].worker.agent.hang_up(1, "a test")
+    assert eventually(lambda: not lanes(workers[0]) and not lanes(workers[1]))
+    assert on_device(workers[0]) == (sent, received)
+    assert on_device(workers[1]) == (received, sent)

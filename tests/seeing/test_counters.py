@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire.agent.links.traffic import Traffic
+from gradwire.agent.peers.directory import Directory, Member
 from gradwire.errors import CallTimeout, Cancelled, PeerLost
-from gradwire.seeing.counters import Counts, read_counts
+from gradwire.seeing.counters import MOST_PEERS, Counts, _named, read_counts
 from gradwire.testing import cluster
 from tests.leftovers import eventually
 
@@ -217,3 +218,12 @@ def test_bytes_are_summed_over_channels_of_now_and_before(channels):
         sums[peer, "tcp"] = before[0] + sent, before[1] + received
 
     assert traffic.with_open(open_now) == traffic.with_open(open_now) == sums
+
+
+def test_the_names_of_peers_are_bounded():
+    numbers = [0, MOST_PEERS - 1, MOST_PEERS, 7 * MOST_PEERS]
+    directory = Directory(0, [Member(n, f"w{n}", "memory://") for n in numbers])
+
+    named = _named(directory, dict.fromkeys(numbers, 2))
+
+    assert named == {"w0": 2, f"w{MOST_PEERS - 1}": 2, "other": 4}

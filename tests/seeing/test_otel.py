@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.rpc.messages import Call, TraceParent
+from gradwire.errors import BadMessage
+from gradwire.rpc.messages import Body, Call, TraceParent
 from gradwire.testing import cluster
+from gradwire.wire.message import Kinds, encode, kind_of
 from tests.leftovers import eventually
 
 pytest.importorskip("opentelemetry.sdk")
@@ -303,3 +305,10 @@ def test_a_traceparent_of_the_right_form_is_read():
     raw = msgspec.msgpack.encode(GOOD)
 
     assert msgspec.msgpack.decode(raw, type=TraceParent) == GOOD
+
+
+def test_a_call_with_another_form_is_a_bad_message():
+    call = Call("f", Body(b"", [], [], []), None, True, False, 1.0, traceparent="or 1=1")
+
+    with pytest.raises(BadMessage, match="traceparent|regex|length"):
+        Kinds([Call]).decode(kind_of(Call), encode(call))

@@ -56,7 +56,7 @@ def register(registry: CollectorRegistry | None = None) -> None:
     """Show the current worker's metrics in a registry; by default in that of prometheus_client.
 
     From now on the worker also measures how long calls, backward passes and steps take, which
-    costs about a microsecond each. What it counts, it has counted from the beginning.
+    adds a few microseconds to each. What it counts, it has counted from the beginning.
     """
     registry = REGISTRY if registry is None else registry
     collector = _collectors.get(registry)
