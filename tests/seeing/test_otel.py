@@ -310,5 +310,5 @@ def test_a_traceparent_of_the_right_form_is_read():
 def test_a_call_with_another_form_is_a_bad_message():
     call = Call("f", Body(b"", [], [], []), None, True, False, 1.0, traceparent="or 1=1")
 
-    with pytest.raises(BadMessage, match="traceparent|regex|length"):
+    with pytest.raises(BadMessage, match=r"traceparent|regex|length"):
         Kinds([Call]).decode(kind_of(Call), encode(call))

@@ -28,7 +28,7 @@ from gradwire.agent.requests.timer import Clock, Timer
 from gradwire.agent.serving.dispatch import Dispatch, Interceptor, Payload, Source, payload_of
 from gradwire.agent.serving.peer_limits import PeerLimit
 from gradwire.agent.serving.thread_pool import Job, mine
-from gradwire.errors import Cancelled, DeadlinePassed, GradwireError, PeerLost, UsageError
+from gradwire.errors import DeadlinePassed, GradwireError, PeerLost, UsageError
 from gradwire.events import JOINED, Events
 from gradwire.ids import CallId, WorkerId
 from gradwire.options import Options
@@ -101,7 +101,7 @@ class Agent:
         beside = (directory, connections, self.dispatch, self.timer, events, options.timeouts)
         self._heartbeat = Heartbeat(*beside)
         self.silence_of, self.silences = self._heartbeat.silence_of, self._heartbeat.silences
-        self._cancels = Cancels(directory, self._calls, self._revoke, self.dispatch, clock, events)
+        self._cancels = Cancels(directory, self._calls, self._settle, self.dispatch, clock, events)
         self.cancel = self._cancels.cancel
         call_after_fork(self)
 
@@ -252,13 +252,13 @@ class Agent:
         named = unsent(self.directory.name(to), what, phase, error)
         return self.with_story(named) if isinstance(named, GradwireError) else named
 
-    def _settle(self, pending: Pending, outcome: Outcome, ended: Tally) -> None:
-        """End a request that was taken out of the table. Doing it twice does no harm."""
-        self.window.uncount(pending, ended)
-        pending.promise.settle(outcome)
+    def _settle(self, pending: Pending, outcome: Outcome, ended: Tally | None = None) -> None:
+        """End a request that was taken out of the table, as one more of those that `ended` so.
 
-    def _revoke(self, pending: Pending, error: Cancelled) -> None:
-        self._settle(pending, error, self.ends.cancelled)
+        None: it is cancelled. Doing it twice does no harm.
+        """
+        self.window.uncount(pending, self.ends.cancelled if ended is None else ended)
+        pending.promise.settle(outcome)
 
     def answer(
         self, source: Source, message: Message, payload: Sequence[Buffer] = (), *, deadline: float

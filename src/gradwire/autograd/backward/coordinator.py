@@ -176,11 +176,14 @@ class Coordinator:
         )
         if context is not None:
             context.called.update(active.participants)  # they hear when it is closed
+        self._note_begin(active)
+        return active
+
+    def _note_begin(self, active: CoordinatedPass) -> None:
         if (record := self._agent.events.record) is not None:
             record("start", self._agent.clock.now(), active.id)
         if (observer := self._agent.events.observer) is not None:
             observer.pass_began(active)
-        return active
 
     def send(
         self,

@@ -300,12 +300,9 @@ class CallServer:
                     source.note = note(error)
             except BaseException as refused:
                 error = refused
-            if error is None:
-                one_more(self._served.answered, source.worker)
-                use(Value(value))
-            else:
-                one_more(self._served.raised, source.worker)
-                use(Raised(self._agent.describe(error)))
+            served = self._served
+            one_more(served.answered if error is None else served.raised, source.worker)
+            use(Value(value) if error is None else Raised(self._agent.describe(error)))
 
         later.future.add_done_callback(done)
 
