@@ -70,6 +70,7 @@ def test_a_registry_shows_what_the_workers_of_the_process_have_done(workers):
     for worker in workers:
         worker.run(gw.metrics.register, registry)
     workers[0].run(train)
+    assert eventually(lambda: workers[0].worker.agent.in_flight == 0)  # the reference is released
 
     found = families(generate_latest(registry))
 

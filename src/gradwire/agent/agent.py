@@ -268,7 +268,7 @@ class Agent:
             return False
         frame, began = make_frame(message, payload, self.limits, source.request, IS_ANSWER), 0.0
         if (record := self.events.record) is not None:
-            began = self.clock.now()
+            began, source.answered = self.clock.now(), True
         try:
             if (catch := self.interceptor) is None:
                 source.channel.send(frame, deadline)

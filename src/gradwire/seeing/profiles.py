@@ -23,7 +23,7 @@ from gradwire.torch_private import is_profiled, new_profile
 _SECONDS: Final = 60.0
 """to begin, and to write what was profiled"""
 _running = ProcessValue["TorchProfile"]()
-_begins = threading.Lock()
+_begins = threading.RLock()
 
 
 @final

@@ -42,7 +42,7 @@ _ANSWER_SECONDS = 60.0
 _EVENTS_IN_AN_ANSWER: Final = 20_000
 _BYTES_IN_AN_ANSWER: Final = 8 << 20
 _TRACES_OF_A_PEER = 4
-_JOBS_SECONDS, _LOOK_AGAIN_SECONDS = 0.1, 0.001
+_JOBS_SECONDS, _LOOK_AGAIN_SECONDS = 5.0, 0.001
 _TEXT = 200
 _SHAPES = 3
 _OF_THE_PEER = {"serve", "answer"}
@@ -214,9 +214,11 @@ class Recorder:
         self._agent.answer(source, answer, [part], deadline=deadline)
 
     def _let_jobs_end(self) -> None:
-        """Give jobs that have just sent their answer the time to record that they are over."""
+        """Jobs that have sent their answer are about to record that they are over."""
         dispatch, limit = self._agent.dispatch, time.monotonic() + _JOBS_SECONDS
-        while dispatch.active > 1 and time.monotonic() < limit:  # this one is the other
+        while time.monotonic() < limit:
+            if not any(inbound.answered for inbound in list(dispatch.inbound_requests)):
+                break
             time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _ways(self) -> dict[str, str]:

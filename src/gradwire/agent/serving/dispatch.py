@@ -55,6 +55,7 @@ class Source(msgspec.Struct, eq=False):
     note: bytes = b""  # what the layer above sends along with the answer or the failure
     device_map: dict[str, str] | None = None  # the peer's; see devices/maps.py
     in_pass: bool = False  # see rpc/messages.py, Call
+    answered: bool = False  # only while events are recorded
 
 
 Payload = memoryview | None

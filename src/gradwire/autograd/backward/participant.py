@@ -193,13 +193,13 @@ class Participant:
         if last is not None:
             done = replace(last, last=True, has_changed=has_changed)
         deadline, coordinator = active.deadline, active.id.worker
-        began = 0.0 if (record := self._agent.events.record) is None else self._agent.clock.now()
-        self._agent.tell(coordinator, done, payload, deadline=deadline, phase="backward")
-        if record is not None:
+        if (record := self._agent.events.record) is not None:  # before: a trace may end with it
+            now = self._agent.clock.now()
             if last is not None:
                 size = sum(map(len, payload))
-                record("gradients", began, last.edge, coordinator, last.tensors, size)
-            record("done", began, active.id, coordinator)
+                record("gradients", now, last.edge, coordinator, last.tensors, size)
+            record("done", now, active.id, coordinator)
+        self._agent.tell(coordinator, done, payload, deadline=deadline, phase="backward")
 
     def _tell_failed(self, pass_id: PassId, deadline: float, error: BaseException) -> None:
         failed = RunDone(pass_id, False, self._agent.describe(error))

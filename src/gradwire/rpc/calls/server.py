@@ -177,9 +177,8 @@ class CallServer:
         except GradwireError:
             self._refuse(call, source)
             raise
-        is_repeatable = (
-            call.draws is not None
-        )  # the random numbers it draws are known only after it has run
+        # The random numbers that it draws are known only after it has run.
+        is_repeatable = call.draws is not None
         at_once = not self._behavior.answers_when_made and not is_repeatable
 
         def settle(content: Content) -> None:
