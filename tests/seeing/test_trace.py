@@ -138,7 +138,7 @@ def test_the_text_names_the_slow_function_and_its_worker(workers):
 def test_a_call_that_fails_is_there_too(workers):
     def program():
         with pytest.raises(ValueError, match="as it should"):
-            gw.rpc_sync("w1", fails, args=(1,))
+            gw.rpc_async("w1", fails, args=(1,)).wait()
 
     trace = traced(workers, program)
 
@@ -191,7 +191,7 @@ def check_rows(rows):
         assert not stack or ended <= stack[-1], row
         stack.append(ended)
     for row in rows:
-        key = row.get("cat"), row.get("id")
+        key = row.get("cat"), row.get("id"), str(row.get("id2")), row["ph"] in "be" and row["pid"]
         match row["ph"]:
             case "b":
                 assert key not in begun

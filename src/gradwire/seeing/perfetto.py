@@ -57,7 +57,7 @@ def _names(timeline: Timeline, ranks: dict[str, int]) -> Iterator[Row]:
         yield meta("process_name", rank, 0, name=f"{worker}{about}")
         yield meta("process_sort_index", rank, 0, sort_index=rank)
     for track, name in timeline.threads.items():
-        yield meta("thread_name", ranks[track.worker], track.thread, name=name)
+        yield meta("thread_name", *_ids(track, ranks), name=name)
 
 
 def _nesting(slices: Sequence[Slice]) -> tuple[list[Slice], list[Slice]]:
@@ -76,19 +76,27 @@ def _nesting(slices: Sequence[Slice]) -> tuple[list[Slice], list[Slice]]:
     return nested, loose
 
 
+def _ids(track: Track, ranks: dict[str, int]) -> tuple[int, int]:
+    """The numbers of process and thread. Viewers take a thread with the number of its process for
+    the main one, so none has that.
+    """
+    rank = ranks[track.worker]
+    return rank, (rank + 1) * 10_000 + track.thread
+
+
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
 def _slice(one: Slice, ranks: dict[str, int]) -> Row:
-    began = _us(one.began)
+    began, (pid, tid) = _us(one.began), _ids(one.track, ranks)
     about = {"id": one.id, "peer": one.peer, "bytes": one.size, "tensors": one.tensors}
     return {
         "ph": "X",
         "name": one.name,
         "cat": one.kind,
-        "pid": ranks[one.track.worker],
-        "tid": one.track.thread,
+        "pid": pid,
+        "tid": tid,
         "ts": began,
         "dur": round(_us(one.ended) - began, 3),
         "args": {name: value for name, value in about.items() if value},
@@ -98,25 +106,25 @@ def _slice(one: Slice, ranks: dict[str, int]) -> Row:
 def _pair(
     name: str, category: str, id: str, pid: int, tid: int, began: float, ended: float
 ) -> tuple[Row, Row]:
-    about = {"name": name, "cat": category, "id": id, "pid": pid, "tid": tid}
+    about = {"name": name, "cat": category, "id2": {"local": id}, "pid": pid, "tid": tid}
     return {**about, "ph": "b", "ts": _us(began)}, {**about, "ph": "e", "ts": _us(ended)}
 
 
 def _loose(one: Slice, ranks: dict[str, int], n: int) -> tuple[Row, Row]:
-    pid, tid = ranks[one.track.worker], one.track.thread
+    pid, tid = _ids(one.track, ranks)
     return _pair(one.name, "overlapping", f"o{n}", pid, tid, one.began, one.ended)
 
 
 def _call(call: InFlight, ranks: dict[str, int]) -> tuple[Row, Row]:
-    name, pid = f"{call.name} on {call.peer}", ranks[call.worker]
-    return _pair(name, "calls in flight", call.id, pid, 0, call.began, call.ended)
+    began, ended = _pair(call.name, "calls", call.id, ranks[call.worker], 0, call.began, call.ended)
+    return {**began, "args": {"worker": call.peer, "id": call.id}}, ended
 
 
 def _arrow(arrow: Arrow, ranks: dict[str, int], n: int) -> tuple[Row, Row]:
     def end(ph: str, track: Track, at: float) -> Row:
-        pid = ranks[track.worker]
+        pid, tid = _ids(track, ranks)
         about = {"ph": ph, "name": arrow.name, "cat": arrow.way, "id": n, "pid": pid}
-        return {**about, "tid": track.thread, "ts": _us(at)}
+        return {**about, "tid": tid, "ts": _us(at)}
 
     came = end("f", arrow.target, arrow.came)
     return end("s", arrow.source, arrow.left), {**came, "bp": "e"}

@@ -6,6 +6,7 @@ Any member of the world may ask. It is told names, shapes, sizes and times, and 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -45,6 +46,8 @@ _TRACES_OF_A_PEER = 4
 _JOBS_SECONDS, _LOOK_AGAIN_SECONDS = 5.0, 0.001
 _TEXT = 200
 _SHAPES = 3
+_NUMBERED = re.compile(r" (of|from) [a-z]\d+\.\d+$")
+"""which reference it is about: events of one kind have one name"""
 _OF_THE_PEER = {"serve", "answer"}
 """events whose request was numbered by the peer"""
 
@@ -72,7 +75,8 @@ def _read(record: KeptRecord, me: WorkerId, names: dict[WorkerId, str]) -> Event
     if headers:
         size = max(size, bytes_of(headers))
     name = peer if type(peer) is str else names.get(peer, "" if peer is None else f"w{peer}")
-    texts = (str(about)[:_TEXT], shapes_of(headers))
+    about = _NUMBERED.sub("", str(about).partition("(")[0])
+    texts = (about[:_TEXT], shapes_of(headers))
     return Event(n, what, began, ended, thread, str(id), name, *texts, size)
 
 

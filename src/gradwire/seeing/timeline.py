@@ -215,6 +215,7 @@ def _number(
 
 
 def _slices(timed: Sequence[_Timed]) -> Iterator[Slice]:
+    functions = _functions(timed)
     for event, track, began, ended in timed:
         what, peer = event.what, event.peer
         if what in _INSTANTS:
@@ -233,12 +234,18 @@ def _slices(timed: Sequence[_Timed]) -> Iterator[Slice]:
             case "call":
                 yield Slice(track, "send", f"send {event.about} to {peer}", *about)
             case "serve":
-                yield Slice(track, "function", event.about, *about)
+                name = functions.get(event.id) or event.about
+                yield Slice(track, "function", name, *about)
             case "span":
                 yield Slice(track, "span", event.about, *about)
             case _:
                 name = _NAMES.get(what) or f"{what} {event.about}".strip()
                 yield Slice(track, what, name, *about)
+
+
+def _functions(timed: Sequence[_Timed]) -> dict[str, str]:
+    """What each call asked for, as its caller named it."""
+    return {each.event.id: each.event.about for each in timed if each.event.what == "call"}
 
 
 def _passes(timed: Sequence[_Timed], length: float) -> Iterator[Slice]:
@@ -256,23 +263,17 @@ def _passes(timed: Sequence[_Timed], length: float) -> Iterator[Slice]:
 
 
 def _in_flight(timed: Sequence[_Timed], length: float) -> list[InFlight]:
-    over: dict[tuple[str, str], float] = {}
-    for event, track, _, ended in timed:
-        if event.what in ("waited", "answered"):
-            key = track.worker, event.id
-            over[key] = min(ended, over.get(key, ended))
-    return [
-        InFlight(
-            track.worker,
-            event.about,
-            event.id,
-            event.peer,
-            began,
-            over.get((track.worker, event.id), length),
-        )
-        for event, track, began, _ in timed
-        if event.what == "call"
-    ]
+    """Calls with a future, and those without an answer: others are seen by their waits."""
+    over = {(t.track.worker, t.event.id): t.ended for t in timed if t.event.what == "answered"}
+    waited = {(t.track.worker, t.event.id) for t in timed if t.event.what == "waited"}
+    answered = {t.event.id for t in timed if t.event.what == "answer"}
+    found = []
+    for event, track, began, _ in [t for t in timed if t.event.what == "call"]:
+        key = track.worker, event.id
+        if key in over or (key not in waited and event.id not in answered):
+            about = (track.worker, event.about, event.id, event.peer)
+            found.append(InFlight(*about, began, over.get(key, length)))
+    return found
 
 
 _Left = dict[tuple[Way, str, str], _Timed]
@@ -286,7 +287,7 @@ def _arrows(timed: Sequence[_Timed]) -> tuple[list[Arrow], int]:
         kind = _LEAVES.get(each.event.what)
         if kind and each.event.id:  # of several, the last: the earlier ones were not answered
             left[kind, each.event.id, each.event.peer] = each
-    functions = {each.event.id: each.event.about for each in timed if each.event.what == "call"}
+    functions = _functions(timed)
     waited = {(each.track, each.event.id) for each in timed if each.event.what == "waited"}
     seen: set[object] = {(track.worker, id, "answered") for track, id in waited}
     arrows, moved = [], 0

@@ -241,7 +241,8 @@ class Dispatch:
                 self._latency.took(latency_key, took)
                 if (record := self._events.record) is not None:
                     began = self._events.now() - took
-                    record("serve", began, source.request, source.worker, latency_key)
+                    about = latency_key if type(latency_key) is str else type(message)
+                    record("serve", began, source.request, source.worker, about)
             self.inbound_requests.discard(source)  # it is there in the user lane only
             if size:
                 self._unserved.give_back(source.worker, size)
