@@ -17,7 +17,7 @@ TYPED := tests/progress.py tests/simulate tests/injection tests/conformance/faul
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat faults conformance conformance-gpu streams bench bench-peers chart docs clean
+.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat faults conformance conformance-gpu streams bench bench-peers chart pictures docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -95,6 +95,10 @@ bench-peers: $(STAMP) ## the smallest calls and echoes, with the other libraries
 
 chart: $(STAMP) ## draw the newest file under benchmarks/results
 	$(PY) -m benchmarks.chart
+
+pictures: $(STAMP) ## draw the pictures of the docs anew; needs chromium, and pip install playwright viztracer
+	$(PY) -m docs.generate.graph
+	$(PY) -m docs.generate.trace_picture
 
 docs: $(STAMP) ## write the generated pages anew
 	$(PY) -m docs.generate

@@ -54,6 +54,14 @@ ELSEWHERE = {
     (f"{GUIDE}security.md", None): "test_guide.py",
     (f"{GUIDE}beyond-one-machine.md", None): "test_beyond_one_machine.py",
     (f"{GUIDE}ray.md", None): "ray/test_ray.py",
+    (
+        f"{GUIDE}seeing.md",
+        "38.6 ms over 3 workers (one clock)    trace: step.json.gz, open it at ui.perfetto.dev",
+    ): "seeing/test_timeline.py",  # such a text of a history that is always the same
+    (
+        f"{GUIDE}seeing.md",
+        "gradwire.errors.CallTimeout: w1 did not answer w0#4 (train.load) within 5 s",
+    ): "seeing/test_story.py",
     (f"{GUIDE}seeing.md", "import gradwire"): "seeing/test_metrics_guide.py",
     (
         "docs/concepts/membership.md",
@@ -210,6 +218,11 @@ NEEDS = {
     ("docs/reference.md", ">>> with gradwire.context() as context_id:"): (
         "x = torch.ones(3, requires_grad=True)\n"
     ),
+    (
+        "README.md",
+        'with gradwire.trace("step.json.gz"):   # on any worker: what all of them do, and where '
+        "the time goes",
+    ): "def step(): ...\n",
     ("docs/reference.md", '>>> with gradwire.trace("step.json.gz") as t:'): (
         "def train_one_step():\n    gradwire.rpc_sync('w1', torch.sin, args=(torch.ones(2),))\n"
     ),
