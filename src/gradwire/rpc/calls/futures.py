@@ -34,6 +34,7 @@ from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.codec.body import DecodedBody, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
+from gradwire.rpc.recompute.left_open import end_left_open, opened
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -306,8 +307,12 @@ class Future(torch.futures.Future[T]):
                 value = callback(self)
                 return DecodedBody(value, depth_of(value))
 
-        with torch.set_grad_enabled(self._grad_enabled):
-            return self._scope.copy().run(run)
+        before = len(opened.checkpoints)  # this may run in another thread, if the pool is closed
+        try:
+            with torch.set_grad_enabled(self._grad_enabled):
+                return self._scope.copy().run(run)
+        finally:
+            end_left_open(before)
 
     def _translated(self, error: BaseException) -> BaseException:
         if not isinstance(error, Exception):

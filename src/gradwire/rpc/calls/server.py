@@ -37,6 +37,7 @@ from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
 from gradwire.rpc.profiling import function_span
 from gradwire.rpc.recompute.checkpoint_run import CalleeRun
+from gradwire.rpc.recompute.left_open import end_left_open, opened
 from gradwire.rpc.refs.exchange import check_kept
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Content, Raised, Value
@@ -233,6 +234,8 @@ class CallServer:
                 self._engine.drop_crossings(call.body.crossings, source.worker)
             raise
         finally:
+            if opened.checkpoints:
+                end_left_open()
             scope.leave()
 
     def _result_with_draws(
@@ -255,11 +258,7 @@ class CallServer:
     def _result(self, call: Call, payload: Payload, source: Source, deadline: float) -> object:
         body, name = call.body, call.function
         unpacked = self._bodies.decode(
-            body,
-            payload,
-            source=source.worker,
-            context=call.context,
-            is_answered=call.keep is None,
+            body, payload, source=source.worker, context=call.context, is_answered=call.keep is None
         )
         if self._behavior.counts_before_use:
             self._refs.wait_until_all_counted(body.references, deadline)

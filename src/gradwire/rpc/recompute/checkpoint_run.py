@@ -48,6 +48,7 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.current import current_worker, get_current, swap_checkpoint_run
 from gradwire.errors import GradwireError, RemoteError, UsageError
 from gradwire.rpc.messages import Draws, Result, ValueReady
+from gradwire.rpc.recompute.left_open import Checkpoint, begun
 from gradwire.rpc.recompute.recording import (
     UNKNOWN_CALL,
     CallKey,
@@ -202,9 +203,11 @@ class CheckpointRun:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._is_over = True
         try:
-            # Not a reset to the slot as it was: torch drops the generator of a checkpoint whose
-            # function raised, and this runs when it is collected, maybe in another context.
-            swap_checkpoint_run(self._around)
+            # Not a reset to the slot as it was, which may be that of another context, or thread:
+            # see Note [A checkpoint whose function raises], left_open.py.
+            run = current_checkpoint_run()
+            if run is self or (run is not None and self in run._outer):
+                swap_checkpoint_run(self._around)
             self.end = self.generators.get_state()
             self._find_overlaps()
             if self.recorded is not None:
@@ -405,13 +408,13 @@ def _wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-def _wrapped_generator(generator: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+def _wrapped_generator(generator: Callable[..., Checkpoint]) -> Callable[..., Checkpoint]:
     def watched(
         fn: Callable[..., Any],
         preserve_rng_state: bool = True,
         *options_and_args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
-    ) -> Iterator[None]:
+    ) -> Checkpoint:
         # Without a graph nothing is recomputed.
         generators = _find_generators() if preserve_rng_state and torch.is_grad_enabled() else None
         if generators is None:
@@ -431,7 +434,7 @@ def _wrapped_generator(generator: Callable[..., Iterator[None]]) -> Callable[...
                 "which is not allowed."
             )
 
-    return watched
+    return lambda *args, **kwargs: begun(watched(*args, **kwargs))
 
 
 def wrap_checkpoints() -> None:
