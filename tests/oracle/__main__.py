@@ -70,7 +70,8 @@ def running(asked: argparse.Namespace) -> Iterator[Checker]:
             behavior = Behavior(edge_per_message=asked.together)
             draws = "draws" in asked.kinds
             on_w0 = stack.enter_context(workers(OPTIONS, behavior, draws=draws))
-        yield Checker(on_w0, together=asked.together, kinds=asked.kinds, seconds=asked.seconds)
+        unseen, told = stack.enter_context(leaks.unseen()), asked.together
+        yield Checker(on_w0, together=told, kinds=asked.kinds, seconds=asked.seconds, unseen=unseen)
 
 
 def _just_run(function: Callable, *args: object) -> object:

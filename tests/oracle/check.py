@@ -45,7 +45,8 @@ def workers(options: Options, behavior: Behavior | None = None, *, draws: bool =
 class Checker:
     """Checks programs on a running cluster, and counts what they used.
 
-    `together` says that its workers have the behavior `edge_per_message`.
+    `together` says that its workers have the behavior `edge_per_message`. `unseen` is what was
+    raised where nobody sees it (`leaks.unseen`), by one of the programs so far.
     """
 
     def __init__(
@@ -55,14 +56,15 @@ class Checker:
         together: bool = False,
         kinds: Collection[str] = KINDS,
         seconds: float = SECONDS,
+        unseen: Collection[str] = (),
     ) -> None:
-        self._on_w0, self._together = on_w0, together
+        self._on_w0, self._together, self._unseen = on_w0, together, unseen
         self._kinds, self._seconds = kinds, seconds
         self.features: Counter = Counter()
         self.skipped = 0
         self.hung = False
-        """whether a program has not ended, or has left something behind: nothing more can be said
-        with this cluster"""
+        """whether a program has not ended, or has left something behind or raised where nobody
+        sees it: nothing more can be said with this cluster"""
 
     def failure(self, seed: int) -> str | None:
         """What is wrong with the program of this seed, in words; None if nothing is."""
@@ -85,6 +87,9 @@ class Checker:
         if left is not None:
             self.hung = True
             return f"{program}: left behind on {left}"
+        if self._unseen:
+            self.hung = True
+            return f"{program}, or one before: {'; '.join(self._unseen)}"
         return None
 
     def _in_time(self, program: Program) -> list[Outcome]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import gc
-import inspect
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import gradwire
-from gradwire.autograd.graph.crossing import Joined, Recv, Send
 from gradwire.current import current_worker
-from gradwire.torch_private import backward_class
+from tests.oracle.holders import NODES, hooks_here, report
 
 SECONDS = 20.0
 """without a change; a call that nobody waits for may run as long"""
-_NODES = {function.__name__: backward_class(function) for function in (Send, Recv, Joined)}
+HOOKS = "hooks of another call"
+"""in what is left on a worker: a thread is still under the saved-tensor hooks of a call before"""
 
 
 @contextmanager
@@ -31,7 +31,13 @@ def cheap_collections() -> Iterator[None]:
 
 
 def left_here(collects: bool) -> dict[str, int]:
-    """Release what has died on this worker; what is alive still, counted."""
+    """Release what has died on this worker; what is alive still, counted.
+
+    All objects are looked at, so an exception may die here that another thread has just let go of,
+    and with it what its frames hold: that is part of the test.
+    """
+    if (hooks := hooks_here()) is not None:
+        return {f"{HOOKS}: {hooks}": 1}
     engine = current_worker.find().engine
     if collects:
         gc.collect()
@@ -49,8 +55,24 @@ def left_here(collects: bool) -> dict[str, int]:
     )
     if left.total() == 0:
         kinds = Counter(type(alive) for alive in gc.get_objects())
-        left.update({f"{name} nodes": kinds[kind] for name, kind in _NODES.items()})
+        left.update({f"{name} nodes": kinds[kind] for name, kind in NODES.items()})
     return dict(+left)
+
+
+@contextmanager
+def unseen() -> Iterator[list[str]]:
+    """What finalizers and dying generators of this process raise, which Python only prints."""
+    raised: list[str] = []
+
+    def note(said: sys.UnraisableHookArgs) -> None:
+        raised.append(f"{said.err_msg or 'ignored in'} {said.object!r}: {said.exc_value!r}")
+        before(said)
+
+    before, sys.unraisablehook = sys.unraisablehook, note
+    try:
+        yield raised
+    finally:
+        sys.unraisablehook = before
 
 
 def what_is_left(workers: int) -> str | None:
@@ -70,25 +92,6 @@ def what_is_left(workers: int) -> str | None:
             return None
         if left != before:
             before, since = left, time.monotonic()
-        elif time.monotonic() > since + SECONDS:
-            return "; ".join(f"{worker}: {said}" for worker, said in left.items()) + held_by()
+        if time.monotonic() > since + SECONDS or HOOKS in str(left):
+            return "; ".join(f"{worker}: {said}" for worker, said in left.items()) + f"; {report()}"
         rounds += 1
-
-
-def held_by(levels: int = 5) -> str:
-    """Who holds the nodes that are left, as far as Python knows: for whoever looks into a leak."""
-    nodes = [alive for alive in gc.get_objects() if type(alive) in _NODES.values()]
-    known, said = {id(nodes)}, []
-    for _ in range(levels):
-        holders = [h for h in gc.get_referrers(*nodes) if id(h) not in known] if nodes else []
-        nodes = [h for h in holders if inspect.currentframe() is not h]
-        known.update(map(id, (holders, nodes, *nodes)))
-        said.append(", ".join(sorted({_short(holder) for holder in nodes})))
-    return "; held by " + " <- ".join(said)
-
-
-def _short(holder: object) -> str:
-    if inspect.isframe(holder):
-        return f"{holder.f_code.co_qualname}:{holder.f_lineno}"
-    keys = list(holder)[:4] if isinstance(holder, dict) else ""
-    return f"{type(holder).__name__}{keys}"
