@@ -101,6 +101,7 @@ _LAYERS = [
     ("autograd", 0x20, "gradients"),
     ("rpc", 0x40, "functions and values"),
     ("optim", 0x60, "steps of an optimizer"),
+    ("seeing", 0x70, "what a worker is and does"),
 ]
 
 _PARTS = """## What messages are made of

@@ -54,6 +54,7 @@ from gradwire.rpc.retry import idempotent, retrying
 from gradwire.rpc.rref import RRef
 from gradwire.seeing.graph import graph
 from gradwire.seeing.graph_picture import Graph
+from gradwire.seeing.page import Page, serve_page
 from gradwire.seeing.trace import Trace, span, trace
 
 if typing.TYPE_CHECKING:
@@ -104,6 +105,8 @@ __all__ = [  # in the order one learns them
     "trace",
     "Trace",
     "span",
+    "serve_page",
+    "Page",
     # continue after the loss of a worker
     "retrying",
     "idempotent",

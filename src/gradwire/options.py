@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
@@ -268,6 +270,14 @@ def is_terminal_plain() -> bool:
 def faults_from_environment() -> str:
     """GRADWIRE_FAULTS: the faults to inject in this process; see testing/failpoints.py."""
     return os.environ.get("GRADWIRE_FAULTS", "")
+
+
+def runtime_directory() -> Path:
+    """Where a user's running jobs are written down, on this machine."""
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    if given and Path(given).is_dir():
+        return Path(given) / "gradwire"
+    return Path(tempfile.gettempdir()) / f"gradwire-of-{os.getuid()}"
 
 
 def hand_down_secret(path: str) -> None:

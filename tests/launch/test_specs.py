@@ -25,6 +25,13 @@ def test_workers_are_numbered_and_named_and_meet_in_the_private_directory():
     assert first.failure != second.failure
 
 
+def test_only_the_worker_that_runs_the_function_serves_a_page():
+    asked, not_asked = worker_specs(2, Options(), HOME, page=True), worker_specs(2, Options(), HOME)
+
+    assert [spec.page for spec in asked] == [True, False]
+    assert [spec.page for spec in not_asked] == [False, False]
+
+
 @pytest.mark.parametrize("listen", ["auto", "unix"])
 def test_their_sockets_lie_there_too(listen):
     first, second = worker_specs(2, Options(listen=listen), HOME)

@@ -142,9 +142,9 @@ class Agent:
         """How many requests of this worker have no answer yet."""
         return len(self._calls)
 
-    def oldest_request(self) -> float | None:
-        """When the oldest request was made that has no answer yet; None if all have one."""
-        return self._calls.oldest()
+    def unanswered(self) -> list[Pending]:
+        """The requests of this worker that have no answer yet, the oldest first."""
+        return self._calls.all()
 
     def request(
         self,

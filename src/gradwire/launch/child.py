@@ -38,6 +38,7 @@ from gradwire.rpc.api import Names, default_name, init_rpc, shutdown
 from gradwire.rpc.codec.pickle_codec import dumps, loads
 from gradwire.rpc.expose.registry import exception_name
 from gradwire.rpc.worker import Worker
+from gradwire.seeing.page import serve_page
 from gradwire.seeing.trace import traced_if_asked
 
 _log = logging.getLogger("gradwire")
@@ -59,6 +60,8 @@ class WorkerSpec:
     directory: Path
     may_restart: bool = False
     """whether workers that die are restarted"""
+    page: bool = False
+    """whether the worker that runs the function serves a page"""
 
     @property
     def returned(self) -> Path:
@@ -77,6 +80,7 @@ def worker_specs(
     directory: Path,
     may_restart: bool = False,
     names: Names | None = None,
+    page: bool = False,
 ) -> list[WorkerSpec]:
     """The specifications of the workers of one run."""
     shared = replace(
@@ -89,7 +93,8 @@ def worker_specs(
         own = _socket(directory, rank) if options.listen in ("auto", "unix") else options.listen
         own_options = replace(shared, listen=own)
         name = (names or default_name)(rank)
-        specs.append(WorkerSpec(name, rank, world_size, own_options, directory, may_restart))
+        how = may_restart, page and rank == CALLER
+        specs.append(WorkerSpec(name, rank, world_size, own_options, directory, *how))
     return specs
 
 
@@ -162,6 +167,8 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         return
     if not spec.returned.exists():  # else an earlier incarnation died after the call
         me = os.getpid()
+        if spec.page:
+            serve_page()
         with traced_if_asked():
             value = fn(*args)
         if os.getpid() != me:  # a process that it has forked: its value is not that of the run

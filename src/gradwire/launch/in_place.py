@@ -25,6 +25,7 @@ from gradwire.options import Options
 from gradwire.places import LAUNCHER_VARIABLE, Place
 from gradwire.rpc.api import Names, default_name, init_rpc, shutdown
 from gradwire.rpc.worker import Exposed, Worker
+from gradwire.seeing.page import serve_page
 from gradwire.seeing.trace import traced_if_asked
 
 T = TypeVar("T")
@@ -72,6 +73,7 @@ def run_in_place(
     expose: Exposed,
     options: Options,
     names: Names | None,
+    page: bool = False,
 ) -> T:
     """Call the function on the lowest rank, and return its value there; None on the others."""
     names, me = names or default_name, os.getpid()
@@ -81,6 +83,8 @@ def run_in_place(
             if place.rank != CALLER:
                 _serve(names(CALLER))
                 return cast(T, None)
+            if page:
+                serve_page()
             with traced_if_asked():
                 value = fn(*args)
             if current_worker.maybe_default() is not None:  # else the function called shutdown()

@@ -50,6 +50,7 @@ def run(
     restarts: int = 0,
     names: Names | None = None,
     start_method: StartMethod = "forkserver",
+    page: bool = False,
 ) -> T:
     """Start workers w0, w1, … on this machine, call `fn(*args)` on w0 and return its value.
 
@@ -79,6 +80,8 @@ def run(
 
     `names(rank)` are other names than w0, w1, and so on.
 
+    With `page`, w0 serves a page that shows live what all workers do; see `serve_page`.
+
     The output of the workers appears as they print it. If they take more than a second to start, a
     terminal shows how many have done so. The number of threads that torch uses is not
     changed: with more workers than cores, set OMP_NUM_THREADS, or call torch.set_num_threads in
@@ -96,7 +99,7 @@ def run(
     place = place_from_environment()
     if place is not None:
         in_place.check(place, world_size, timeout, restarts, options)
-        return in_place.run_in_place(place, fn, positional(args), expose, options, names)
+        return in_place.run_in_place(place, fn, positional(args), expose, options, names, page)
     check_program(fn)
     world_size = _size(world_size)
     check_arguments(world_size, options, timeout, restarts)
@@ -114,7 +117,7 @@ def run(
         StartupLine(world_size) as line,
         ProcessGroup(start_method, options.timeouts.join, line.show) as group,
     ):
-        workers = _prepared(Path(directory), job, world_size, options, restarts, names)
+        workers = _prepared(Path(directory), job, world_size, options, restarts, names, page)
         verdict = _supervise(group, state, workers, line)
         if not isinstance(verdict, Succeeded):
             _raise(verdict, workers, timeout)
@@ -137,12 +140,13 @@ def _prepared(
     options: Options,
     restarts: int,
     names: Names | None,
+    page: bool = False,
 ) -> list[WorkerSpec]:
     """Write what the workers need into the directory of the run; what each is told."""
     (home / child.ARGUMENTS).write_bytes(given)
     if options.secret is None:
         write_secret(home / child.SECRET)
-    return child.worker_specs(world_size, options, home, restarts > 0, names)
+    return child.worker_specs(world_size, options, home, restarts > 0, names, page)
 
 
 def _size(given: int | None) -> int:

@@ -81,6 +81,9 @@ def serve_on_every_worker(part: Callable[[Worker], object]) -> None:
 class Worker:
     """One member of the job: its agent, engine, references and calls, on top of each other."""
 
+    has_program = True
+    """whether its own program may still run; afterwards it only serves"""
+
     def __init__(
         self,
         directory: Directory,
@@ -127,6 +130,8 @@ class Worker:
 
     def _serve(self, registry: Registry, roster: RosterStore | None, drivers: Drivers) -> None:
         """Build the layers above the agent, which register the messages that they serve; start."""
+        self.before_close: list[Callable[[], object]] = []
+        """what layers above stop before the worker does"""
         self._graceful_shutdown: GracefulShutdown | Membership = (
             GracefulShutdown(self.agent) if roster is None else Membership(self.agent, roster)
         )
@@ -249,6 +254,7 @@ class Worker:
         assert isinstance(self._graceful_shutdown, GracefulShutdown), (
             "an open world has nobody to wait for"
         )
+        self.has_program = False
         return self._graceful_shutdown.wait_until_over(caller, self.agent.clock.now() + seconds)
 
     def leave(self, seconds: float, let_go: Callable[[], None]) -> ShutdownResult:
@@ -260,12 +266,15 @@ class Worker:
             self.engine.releases.stop()
             let_go()
 
+        self.has_program = False
         return self._graceful_shutdown.leave(seconds, let_all_go, self._is_busy, self._find_leaks)
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop now. Waits for peers raise. Idempotent; does nothing in a forked process."""
         if self.is_forked:
             return
+        for stop in self.before_close:
+            stop()
         self._graceful_shutdown.close()  # first: it tries again on threads that the agent joins
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)

@@ -85,7 +85,7 @@ def read_counts(worker: Worker) -> Counts:
     Made afresh each time: two reads never share a dict.
     """
     agent, engine, me = worker.agent, worker.engine, worker.directory.myself
-    references, oldest = worker.refs.statistics(), agent.oldest_request()
+    references, waiting = worker.refs.statistics(), agent.unanswered()
     coordinator, optimizers = engine.coordinator, worker.maybe_part(OptimizerHost)
     stepped, failed = (optimizers.stepped, optimizers.failed) if optimizers else (0, 0)
     return Counts(
@@ -101,7 +101,7 @@ def read_counts(worker: Worker) -> Counts:
         restarts=None if worker.directory.is_open else me.incarnation,
         in_flight=agent.in_flight,
         serving=agent.dispatch.active,
-        oldest_wait=0.0 if oldest is None else max(0.0, agent.clock.now() - oldest),
+        oldest_wait=max(0.0, agent.clock.now() - waiting[0].opened) if waiting else 0.0,
         references=references.held,
         values=references.owned,
         contexts=len(engine.contexts),

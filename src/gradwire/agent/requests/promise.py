@@ -194,6 +194,10 @@ class RequestTable:
         self._pending[n] = pending
         return n
 
+    def all(self) -> list[Pending]:
+        """All of them, oldest first."""
+        return [*self._pending.copy().values()]
+
     def __contains__(self, n: int) -> bool:
         return n in self._pending
 
@@ -237,13 +241,9 @@ class RequestTable:
         """Whether this is the first answer to a request that was given up before it came."""
         return self._given_up.pop(n, self) is None
 
-    def oldest(self) -> float | None:
-        """When the oldest of them was made; None if there are none."""
-        return min((pending.opened for pending in self._pending.copy().values()), default=None)
-
     def closed(self) -> list[Pending]:
         """Take out all of them, because this worker stops."""
-        return self._taken([*self._pending.copy().values()])
+        return self._taken(self.all())
 
     def _given_up_of(self, found: list[Pending]) -> list[Pending]:
         """Take these out, and remember them until their answer comes, if it ever does."""

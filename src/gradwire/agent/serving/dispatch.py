@@ -56,6 +56,9 @@ class Source(msgspec.Struct, eq=False):
     device_map: dict[str, str] | None = None  # the peer's; see devices/maps.py
     in_pass: bool = False  # see rpc/messages.py, Call
     answered: bool = False  # only while events are recorded
+    is_kept: bool = False  # whether the caller has a reference to the result: it is not cancelled
+    about: object = None  # the latency key of the message, which names what runs
+    began: float = 0.0  # when its handler was entered, on the clock of `time.monotonic`; 0: queued
 
 
 Payload = memoryview | None
@@ -134,7 +137,7 @@ class Dispatch:
         self.is_forked = False
         """whether this process was forked from the worker"""
         self.inbound_requests: set[Source] = set()
-        """those in the user lane that are queued or run, so that they can be cancelled"""
+        """those in the user lane that are queued or run; all but kept ones can be cancelled"""
         self.served = Ends()
         """how the calls of peers have ended"""
         self.user = ElasticPool(f"gradwire {name} user", options.threads)
@@ -175,6 +178,7 @@ class Dispatch:
             return None
         key = registered.latency_key(message)
         if pool is self.user:
+            source.about = key
             self.inbound_requests.add(source)
         if may_run and self._latency.is_short(key) and pool.has_room():
             job = partial(run, source, registered, message, payload, key, 0, pool)
@@ -199,8 +203,9 @@ class Dispatch:
             job()
 
     def inbound_on(self, channel: Channel) -> list[Source]:
-        """The requests in the user lane that came by a channel, and are not over."""
-        return [inbound for inbound in list(self.inbound_requests) if inbound.channel is channel]
+        """The requests in the user lane that came by a channel, are not over, and not kept."""
+        known = [inbound for inbound in list(self.inbound_requests) if inbound.channel is channel]
+        return [inbound for inbound in known if not inbound.is_kept]
 
     def _run(
         self,
@@ -225,7 +230,7 @@ class Dispatch:
             if source.cancelled:
                 registered.refuse(message, source)
             else:
-                began = time.monotonic()
+                source.began = began = time.monotonic()
                 registered.handler(message, payload, source)
                 if self.is_forked and registered.pool is not None:
                     leave_fork(None)

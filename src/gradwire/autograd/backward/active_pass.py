@@ -62,7 +62,7 @@ class ActivePass:
         edges: Edges,
         participants: Iterable[WorkerId] = (),
     ) -> None:
-        self.id, self.deadline, self._began = id, deadline, began
+        self.id, self.deadline, self.began = id, deadline, began
         self._table, self._lock = edges, edges.lock
         self.edges_sent: set[EdgeId] = set()
         """the edges whose gradients have left, or are about to; see `engine_run.check_order`"""
@@ -166,14 +166,18 @@ class ActivePass:
             if self._changed is not None:
                 self._changed.notify_all()
 
+    def waits_for(self) -> tuple[list[EdgeId], list[WorkerId]]:
+        """The edges whose gradients a thread here sleeps for, and the workers that are not done."""
+        with self._lock:
+            return sorted(self._awaited), self._state.unfinished()
+
     def expire(self, directory: Directory) -> None:
         """Fail the pass because its deadline is over."""
-        with self._lock:
-            edges = ", ".join(map(str, sorted(self._awaited)))
-            workers = ", ".join(map(directory.name, self._state.unfinished()))
+        awaited, not_done = self.waits_for()
+        edges, workers = ", ".join(map(str, awaited)), ", ".join(map(directory.name, not_done))
         waited = f"; it waits for the gradients of {edges}" if edges else ""
         unfinished = f"; not done: {workers}" if workers else ""
-        seconds = self.deadline - self._began
+        seconds = self.deadline - self.began
         error = BackwardTimeout(
             f"{self} was given up on {directory.me.name} "
             f"after {seconds:.3g} s{explain_shortening(self.deadline)}{waited}{unfinished}",
@@ -196,6 +200,8 @@ class CoordinatedPass(ActivePass):
     start: Callable[..., Start]
     """what to send to a participant, given its edges, the time left and the first gradients"""
 
+    is_finishing = False
+    """whether the run here is over, and only the participants are waited for"""
     outer: list[Nested] | None = None
     """the nested passes of the outer backward, if there is one"""
 

@@ -223,6 +223,7 @@ class Coordinator:
 
     def finish(self, active: CoordinatedPass) -> None:
         """The run here is over: wait for the participants, then let them keep their changes."""
+        active.is_finishing = True
         try:
             if active.not_started:
                 self.about_to_wait(active)

@@ -171,7 +171,7 @@ class CallServer:
         self, call: Call, keep: Kept, payload: Payload, source: Source, deadline: float
     ) -> None:
         check_kept(keep, source.worker, self._agent.directory.me.id)
-        self._agent.dispatch.inbound_requests.discard(source)  # others may handle the reference
+        source.is_kept = True  # others may handle the reference
         try:
             self._refs.check_limit(source.worker)
             promise = self._refs.creation_arrived(keep.ref, keep.fork, source)
