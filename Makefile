@@ -17,7 +17,7 @@ TYPED := tests/progress.py tests/simulate tests/injection tests/conformance/faul
 PIP_QUIET := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat faults conformance conformance-gpu streams bench bench-peers chart pictures docs clean
+.PHONY: help demo test test-fast long check format lint types examples oracle fuzz soak storm repeat browser faults conformance conformance-gpu streams bench bench-peers chart pictures docs clean
 
 help: ## show these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -56,6 +56,10 @@ examples: $(STAMP) ## run every example
 
 oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000 JOBS=16
 	$(PY) -m tests.oracle --programs $(PROGRAMS) --jobs $(JOBS)
+
+browser: $(STAMP) ## the page in Debian's chromium (apt-get install chromium)
+	$(PY) -m pip install $(PIP_QUIET) playwright
+	$(PY) -m pytest tests/seeing/test_browser.py
 
 fuzz: $(STAMP) ## hostile bytes, guided by coverage if atheris is installed: make fuzz SECONDS=60
 	@for target in frame handshake message payload tensors world; do \

@@ -1,21 +1,27 @@
-"""The command line: `gradwire run`, `gradwire secret` and `gradwire certs`; also `python -m`."""
+"""The command line: `gradwire run`, `top`, `page`, `secret` and `certs`; also `python -m`."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import gradwire
 from gradwire.agent.peers.secret import new_secret_text, write_secret
 from gradwire.errors import GradwireError
 from gradwire.options import with_workers
+from gradwire.seeing import jobs, top
+from gradwire.seeing.top import VIEWS
 
 _EXAMPLES = """examples:
   gradwire run -n 3 train.py --epochs 2         start train.py, whose gradwire.run(fn) has 3 workers
   gradwire run -n 3 --trace t.json.gz train.py  the same, and see where its time went
+  gradwire top                                  what the workers of your running job do
+  gradwire page                                 the same in a browser
   gradwire secret --out job.secret              a secret for workers on several machines
   gradwire certs --out certs --workers w0,w1    certificates, for TLS between machines
 """
@@ -50,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     run.set_defaults(act=_run)
 
+    _add_watching(commands)
     secret = commands.add_parser("secret", help="make the secret of a job")
     out_help = "a new file that only you can read; without it, standard output"
     secret.add_argument("--out", type=Path, metavar="FILE", help=out_help)
@@ -65,6 +72,37 @@ def _parser() -> argparse.ArgumentParser:
     key_help = "the authority's key, if it is not in DIR"
     add("--authority-key", type=Path, metavar="FILE", help=key_help)
     return parser
+
+
+def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    top = commands.add_parser("top", help="show what the workers of a running job do")
+    top.add_argument("--view", choices=VIEWS.values(), default="workers", help="what to begin with")
+    top.add_argument("--seconds", type=float, default=1.0, metavar="S", help="between two updates")
+    top.add_argument("--once", action="store_true", help="print one table and end")
+    top.set_defaults(act=_top)
+    page = commands.add_parser("page", help="open the page of a running job in a browser")
+    page.add_argument("--print", action="store_true", help="print its address; open no browser")
+    page.add_argument("--list", action="store_true", help="list the jobs that serve a page")
+    page.set_defaults(act=_page)
+    job_help = "a process id of the job; not needed if you have one. It serves a page"
+    for command in (top, page):
+        command.add_argument("job", nargs="?", metavar="JOB", help=job_help)
+
+
+def _top(options: argparse.Namespace) -> None:
+    with suppress(KeyboardInterrupt):
+        page = jobs.chosen(jobs.running_pages(), options.job)
+        top.show(page, options.view, max(0.1, options.seconds), once=options.once)
+
+
+def _page(options: argparse.Namespace) -> None:
+    if options.list:
+        print(top.listed(jobs.running_pages()))
+        return
+    page = jobs.chosen(jobs.running_pages(), options.job)
+    file = None if options.print else jobs.file_to_open(page)
+    if file is None or not webbrowser.open(file.as_uri()):
+        print(page.url)
 
 
 def _run(options: argparse.Namespace) -> None:
