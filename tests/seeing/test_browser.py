@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import signal
 
 import pytest
 
@@ -124,6 +126,16 @@ def test_stacks_of_both_ends_are_shown_without_a_mouse(window):
     arrow.focus()
     window.keyboard.press("Enter")
     window.wait_for_function("() => left.textContent.includes(' in main')")
+
+
+def test_a_worker_that_serves_the_page_and_is_frozen_is_named_too(window, job):
+    os.kill(job.page.pid, signal.SIGSTOP)
+    try:
+        window.wait_for_selector("#link.lost")
+        assert window.inner_text("#link").startswith("w0, which serves this page, does not answer")
+    finally:
+        os.kill(job.page.pid, signal.SIGCONT)
+    window.wait_for_selector("#link.live")
 
 
 def test_updates_keep_the_focus_and_move_nothing(window):
