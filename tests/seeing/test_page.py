@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import os
 import re
@@ -472,3 +473,31 @@ def test_an_unclear_choice_is_an_error_that_lists_the_jobs(pages, job, why):
 
     assert all(f"{page.pid} (train.py, w0)" in caught.value.hint for page in pages)
     assert not any(page.url in str(caught.value) for page in pages)
+
+
+# -- a recording
+
+
+def test_a_recording_is_a_text_and_a_file(workers, page):
+    with answered(page, "trace.json.gz") as answer:
+        assert answer.status == 404
+
+    text = body(page, "record?seconds=1")
+
+    assert "over 3 workers (one clock)" in text
+    with answered(page, "trace.json.gz") as answer:
+        assert answer.status == 200
+        rows = msgspec.json.decode(gzip.decompress(answer.read()))["traceEvents"]
+    assert {row["pid"] for row in rows} >= {0, 1, 2}
+    assert [member.worker.events.record for member in workers] == [None] * 3
+
+
+@pytest.mark.parametrize("seconds", ["", "0", "11", "1e9", "-1", "999999999999"])
+def test_a_recording_has_a_length_that_makes_sense(page, seconds):
+    with answered(page, f"record?seconds={seconds}") as answer:
+        assert answer.status == 400
+
+
+def test_one_recording_is_taken_at_a_time(page):
+    with page._watcher._recording, answered(page, "record?seconds=1") as answer:
+        assert answer.status == 409

@@ -1,7 +1,8 @@
 """The HTTP server of a page: what it answers, to whom, and its threads.
 
 Each request names the token in its path, and this machine as its host: a page of another site whose
-name was pointed at 127.0.0.1 is refused. There is no way to change anything, and no CORS.
+name was pointed at 127.0.0.1 is refused. There is no way to change anything (a recording only
+looks), and no CORS.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MOST_CONNECTIONS = 64
 _READ_SECONDS = 10.0
 _FIRST_VIEW_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 2.0
+_MOST_SECONDS = 10
 
 
 @cache
@@ -76,6 +78,8 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, port: int, token: str) -> None:
         self.token, self.is_closed = token.encode(), False
+        self.trace = b""
+        """the latest recording, compressed"""
         try:
             super().__init__(("127.0.0.1", port), PageHandler)
         except (OSError, OverflowError) as error:
@@ -148,7 +152,7 @@ class PageHandler(BaseHTTPRequestHandler):
     timeout = _READ_SECONDS
 
     def do_GET(self) -> None:
-        """The page, its updates, the latest view, or the stacks of one worker."""
+        """The page, its updates, the latest view, the stacks of one worker, or a recording."""
         path, _, query = self.path.partition("?")
         token, _, name = path.removeprefix("/").partition("/")
         host = self.headers.get_all("Host") or []
@@ -167,8 +171,26 @@ class PageHandler(BaseHTTPRequestHandler):
             worker = parse_qs(query).get("worker", [""])[0]
             text = self.server.watcher.stacks(worker)
             self._send(HTTPStatus.OK, "text/plain", text.encode())
+        elif name == "record":
+            self._record(parse_qs(query).get("seconds", [""])[0])
+        elif name == "trace.json.gz" and self.server.trace:
+            self._send(HTTPStatus.OK, "application/gzip", self.server.trace)
         else:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
+
+    def _record(self, asked: str) -> None:
+        """Trace for some seconds; the answer is the text, and the file is there from then on."""
+        seconds = int(asked) if asked.isdecimal() and len(asked) < 3 else 0
+        if not 0 < seconds <= _MOST_SECONDS:
+            text = f"seconds are between 1 and {_MOST_SECONDS}\n"
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", text.encode())
+            return
+        recorded = self.server.watcher.record(seconds)
+        if recorded is None:
+            self._send(HTTPStatus.CONFLICT, "text/plain", b"another recording is taken\n")
+            return
+        text, self.server.trace = recorded
+        self._send(HTTPStatus.OK, "text/plain", text.encode())
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self._begin(status, kind)

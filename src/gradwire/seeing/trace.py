@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -68,7 +69,9 @@ serve_on_every_worker(Recorder)
 class Trace:
     """What all workers did inside a `with` block; made by `gradwire.trace`."""
 
-    def __init__(self, file: Path | None, *, show: bool, torch: bool) -> None:
+    def __init__(
+        self, file: Path | None, *, show: bool, torch: bool, thread: int | None = None
+    ) -> None:
         self.file, self._torch = file, torch
         self.text = ""
         """where the time went, once the block is over"""
@@ -81,7 +84,7 @@ class Trace:
         self._show, self._number = show, next(_numbers)
         self._worker: Worker = cast(Worker, current_worker.find())
         self._asked: dict[WorkerId, _Asked] = {}
-        self._began, self._thread = 0.0, 0
+        self._began, self._thread = 0.0, thread or 0
 
     def __repr__(self) -> str:
         return self.text or "<gradwire.trace, not over>"
@@ -92,7 +95,7 @@ class Trace:
         for info, answer in began.items():
             self._asked[info.id] = _Asked(info, answer)
         self._read_clocks(first=True)
-        self._thread, self._began = get_ident(), self._worker.agent.clock.now()
+        self._thread, self._began = self._thread or get_ident(), self._worker.agent.clock.now()
         return self
 
     def __exit__(
@@ -116,14 +119,21 @@ class Trace:
         self.timeline = timeline_of(logs, self._began, ended, root)
         self.path = critical_path(self.timeline)
         if self.file is not None:
-            content = msgspec.json.encode(perfetto(self.timeline, self.path))
-            if self.file.suffix != ".json":
-                content = gzip.compress(content, 5)
             if self.file.suffix == ".tar":
-                write_tar(self.file, archive(content, profiles, self._began))
+                write_tar(self.file, archive(self.compressed(), profiles, self._began))
+            elif self.file.suffix == ".gz":
+                self.file.write_bytes(self.compressed())
             else:
-                self.file.write_bytes(content)
+                self.file.write_bytes(self._content())
         self.text = summary(self.timeline, self.path, str(self.file or ""))
+
+    def compressed(self) -> bytes:
+        """The content of a `.json.gz` file, once the block is over."""
+        return gzip.compress(self._content(), 5)
+
+    def _content(self) -> bytes:
+        assert self.timeline is not None, "the block is over, and this worker was not closed in it"
+        return msgspec.json.encode(perfetto(self.timeline, self.path))
 
     # -- asking the workers
 
@@ -270,6 +280,12 @@ def trace(file: str | Path | None = None, *, show: bool = True, torch: bool = Fa
             hint=f"name a {' or a '.join(endings)} file",
         )
     return Trace(path, show=show, torch=torch)
+
+
+def trace_of_program(worker: Worker) -> Trace:
+    """A trace for somebody who looks on: the path is that of the main thread."""
+    with worker.scope():
+        return Trace(None, show=False, torch=False, thread=threading.main_thread().ident)
 
 
 def traced_if_asked() -> AbstractContextManager[object]:

@@ -30,6 +30,7 @@ from gradwire.seeing.history import History, View
 from gradwire.seeing.stacks import stacks_of_this_process
 from gradwire.seeing.status import AskStacks, AskStatus, Stacks, Status, clipped
 from gradwire.seeing.status_reading import ASKING, StatusReading
+from gradwire.seeing.trace import trace_of_program
 from gradwire.threads import Threads
 from gradwire.wire.message import Message
 
@@ -57,6 +58,7 @@ class Watcher:
         self._history = History(self.period)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._recording = threading.RLock()
         self._viewers = 0
         self._watched_until = 0.0
         self._asked: set[WorkerId] = set()
@@ -84,6 +86,17 @@ class Watcher:
         finally:
             with self._lock:
                 self._viewers -= 1
+
+    def record(self, seconds: float) -> tuple[str, bytes] | None:
+        """Trace all workers for so long: the text, and the file. None if another one is taken."""
+        if not self._recording.acquire(blocking=False):
+            return None
+        try:
+            with trace_of_program(self._worker) as trace, self._lock:
+                self._changed.wait_for(lambda: self.is_closed, seconds)
+            return trace.text, b"" if trace.timeline is None else trace.compressed()
+        finally:
+            self._recording.release()
 
     def view_after(self, number: int, seconds: float) -> tuple[int, bytes]:
         """The first view after this one, as JSON, with its number; the same number if none came."""
