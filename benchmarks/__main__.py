@@ -21,6 +21,7 @@ QUESTIONS = [
     "references",
     "nested",
     "hops",
+    "tracing",
     "pauses",
     "bare",
     "fan_out",

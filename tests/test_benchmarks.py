@@ -19,7 +19,12 @@ from benchmarks.report import facts, load, save, spoken, table
 from benchmarks.sides import BlockFailed, World
 from tests import strength
 
-ALONE = {"two_trainers": {GRADWIRE}, "protected": {GRADWIRE}, "bare": {BARE}}
+ALONE = {
+    "two_trainers": {GRADWIRE},
+    "protected": {GRADWIRE},
+    "tracing": {GRADWIRE},
+    "bare": {BARE},
+}
 """Whose numbers they are, if not of both sides."""
 WORKERS = 2
 """As many as any question needs in a tiny run."""
