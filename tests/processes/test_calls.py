@@ -74,3 +74,23 @@ def test_what_is_not_exposed_is_refused_by_name(workers):
 
 def test_a_thread_of_a_served_function_finds_its_worker(workers):
     assert gradwire.rpc_sync("w1", far.in_a_thread, args=("w2",)) == ["w2"]
+
+
+def test_one_call_goes_to_several_workers(linked):
+    x = torch.randn(EIGHT_MIB, dtype=torch.float64).requires_grad_()
+
+    first, second, here = gradwire.rpc_sync(["w2", "w1", "w0"], far.cubed, args=(x,))
+    (first + second * 2 + here).sum().backward()
+
+    assert torch.equal(first, here)
+    assert torch.equal(second, here)
+    expected = x.detach() * x.detach() * 3
+    assert torch.allclose(x.grad, expected * 4)
+
+
+def test_what_some_of_several_workers_raise_is_a_group(linked):
+    with pytest.raises(
+        ExceptionGroup, match=r"2 of 2 workers: w1 \(Refused\), w2 \(Refused\)"
+    ) as e:
+        gradwire.rpc_sync(["w1", "w2"], far.refuse, args=("no",))
+    assert e.group_contains(far.Refused, match="Refused on w2: no")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 from msgspec.structs import replace
 
@@ -29,7 +29,18 @@ from gradwire.options import (
 )
 from gradwire.rpc.calls.client import Make, Target
 from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.codec.encoded_once import EncodedOnce
 from gradwire.rpc.expose.registry import name_of
+from gradwire.rpc.groups.several import (
+    KINDS,
+    CallToAll,
+    Several,
+    To,
+    call_each,
+    keep_on_each,
+    numbers_of,
+    values_of,
+)
 from gradwire.rpc.join import clear_default_worker, join, last_left, set_default_worker
 from gradwire.rpc.retry import can_repeat
 from gradwire.rpc.rref import RRef
@@ -37,7 +48,6 @@ from gradwire.rpc.worker import Exposed, Worker
 from gradwire.threads import FORKED
 
 T = TypeVar("T")
-To = str | int | WorkerInfo
 Names = Callable[[int], str]
 """The name of the worker of each rank."""
 
@@ -157,6 +167,7 @@ def refusals() -> dict[str, int]:
     return (_here().refusals if left is None else left).seen()
 
 
+@overload
 def rpc_sync(
     to: To,
     func: Callable[..., T],
@@ -165,7 +176,30 @@ def rpc_sync(
     timeout: Timeout = DEFAULT,
     *,
     device_map: Mapping[Any, Any] | None = None,
-) -> T:
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: Several,
+    func: Callable[..., T],
+    args: tuple[object, ...] | list[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
+) -> list[T]: ...
+
+
+def rpc_sync(
+    to: To | Several,
+    func: Callable[..., T],
+    args: tuple[object, ...] | list[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
+) -> Any:
     """Run `func(*args, **kwargs)` on another worker and return what it returned.
 
     An exception of the function is raised here with its own type and the remote traceback. The call
@@ -173,16 +207,23 @@ def rpc_sync(
     marked `idempotent`. The call waits for `timeout` seconds, by default `Timeouts(call=…)`, and
     never longer than the call that it is made in; with None or infinity, as long as the other
     worker lives. `device_map` replaces that of `Options(device_maps=…)`, for this call.
+
+    To a list of workers or a `group` it makes one call each, at the same time, and returns their
+    results in the order of the workers. What some of them raised is an ExceptionGroup.
     """
+    if type(to) is not str and isinstance(to, KINDS):
+        calls = _prepared_for_all(to, func, args, kwargs, timeout, device_map)
+        return values_of(calls, func)
     worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
     while True:
         try:
-            return worker.calls.call(number, target, deadline)  # type: ignore[no-any-return]
+            return worker.calls.call(number, target, deadline)
         except PeerLost as error:
             if not can_repeat(worker, number, func, deadline, error):
                 raise
 
 
+@overload
 def rpc_async(
     to: To,
     func: Callable[..., T],
@@ -191,12 +232,41 @@ def rpc_async(
     timeout: Timeout = DEFAULT,
     *,
     device_map: Mapping[Any, Any] | None = None,
-) -> Future[T]:
-    """Like `rpc_sync`, but returns a future at once. The arguments are copied before it returns."""
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: Several,
+    func: Callable[..., T],
+    args: tuple[object, ...] | list[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
+) -> Future[list[T]]: ...
+
+
+def rpc_async(
+    to: To | Several,
+    func: Callable[..., T],
+    args: tuple[object, ...] | list[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
+) -> Any:
+    """Like `rpc_sync`, but returns a future at once. The arguments are copied before it returns.
+
+    To several workers it is one future, of the list of their results.
+    """
+    if type(to) is not str and isinstance(to, KINDS):
+        return call_each(_prepared_for_all(to, func, args, kwargs, timeout, device_map))
     worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
     return worker.calls.call_async(number, target, deadline)
 
 
+@overload
 def remote(
     to: To,
     func: Callable[..., T],
@@ -205,15 +275,45 @@ def remote(
     timeout: Timeout = DEFAULT,
     *,
     device_map: Mapping[Any, Any] | None = None,
-) -> RRef[T]:
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: Several,
+    func: Callable[..., T],
+    args: tuple[object, ...] | list[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
+) -> list[RRef[T]]: ...
+
+
+def remote(
+    to: To | Several,
+    func: Callable[..., T],
+    args: tuple[object, ...] | list[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: Timeout = DEFAULT,
+    *,
+    device_map: Mapping[Any, Any] | None = None,
+) -> Any:
     """Run `func` on another worker, which keeps the result; return a reference to it at once.
 
-    Using the reference raises what `func` raised.
+    Using the reference raises what `func` raised. To several workers: a list of references.
     """
+    if type(to) is not str and isinstance(to, KINDS):
+        calls = _prepared_for_all(to, func, args, kwargs, timeout, device_map)
+        return keep_on_each(calls, _kept)
     worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
+    return _kept(worker, number, target, deadline)
+
+
+def _kept(worker: Worker, number: WorkerId, target: Target, deadline: float) -> RRef[Any]:
     created = worker.calls.remote(number, target, deadline)
     try:
-        return cast(RRef[T], worker.refs.make(created.handle))
+        return cast(RRef[Any], worker.refs.make(created.handle))
     except BaseException:  # a signal handler has raised
         worker.refs.unmade(created.handle)
         raise
@@ -257,6 +357,21 @@ def _prepared(
         maps = checked_map(device_map, worker.directory.name(number))
         target = replace(target, device_map=maps)
     return worker, number, target, worker.deadline(timeout)
+
+
+def _prepared_for_all(
+    to: Several,
+    func: Callable[..., Any],
+    args: object,
+    kwargs: object,
+    timeout: Timeout,
+    device_map: Mapping[Any, Any] | None,
+) -> CallToAll:
+    """As `_prepared`, for the same call to several workers."""
+    numbers = numbers_of(to, current_worker.find().directory)
+    first = _prepared(numbers[0], func, args, kwargs, timeout, device_map)
+    worker, _, target, deadline = first
+    return CallToAll(worker, numbers, replace(target, encode=EncodedOnce()), deadline)
 
 
 def _here() -> Worker:

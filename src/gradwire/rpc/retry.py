@@ -111,13 +111,18 @@ def retrying(
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether the error or one of its causes is the loss of a worker, seen here or by a callee."""
+    """Whether the error or one of its causes is the loss of a worker, seen here or by a callee.
+
+    The group of a call to several workers is one if all its members are.
+    """
     known: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in known:
         if isinstance(cause, NotTrusted):
             return False
         if isinstance(cause, PeerLost):
+            return True
+        if isinstance(cause, BaseExceptionGroup) and all(map(is_loss, cause.exceptions)):
             return True
         known.add(id(cause))
         cause = cause.__cause__

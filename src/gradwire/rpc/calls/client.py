@@ -69,6 +69,8 @@ class Target(msgspec.Struct, frozen=True):
     """on which devices of the callee tensors arrive, for this call"""
     opened: Callable[[Any], object] | None = None
     """makes what the future of this call has of what it was answered with"""
+    encode: Callable[..., EncodedBody] = BodyCodec.encode
+    """encodes the arguments; those for several workers once, see codec/encoded_once.py"""
 
 
 @lru_cache(1 << 10)
@@ -304,7 +306,7 @@ class Calls:
             sent.checkpointed = cast(CheckpointRun, run).calling((to, name))
         if maps is None and self._device_maps:
             maps = self._device_map_to(to)
-        packed = self._bodies.encode(value, to, context, ("args", "kwargs"), deadline, maps)
+        packed = target.encode(self._bodies, value, to, context, ("args", "kwargs"), deadline, maps)
         sent.packed, body, payload = packed, packed.body, packed.payload
         headers = body.tensors
         size = EACH + len(body.data) + (sum(map(len, payload)) if payload else 0)

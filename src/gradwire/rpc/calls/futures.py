@@ -13,7 +13,8 @@ import logging
 import traceback
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -167,10 +168,13 @@ class Future(torch.futures.Future[T]):
         pending: PendingResult[T],
         environment: Environment,
         callee: WorkerId | None = None,
+        parts: Sequence[Future[Any]] = (),
     ) -> None:
         _Native.__init__(self, [])
         promise = pending.promise
         self._pending, self._promise = pending, promise
+        self._parts = parts
+        """the futures of the calls that this one is the future of, if these are several"""
         self._environment, self._callee = environment, callee
         self._scope = copy_context()
         self._grad_enabled = torch.is_grad_enabled()
@@ -201,6 +205,8 @@ class Future(torch.futures.Future[T]):
         promise = self._promise
         if not promise.settled:
             self._is_waited_for = True
+            for part in self._parts:  # these read the channels
+                part._await()
             agent, callee = self._environment.agent, self._callee
             agent.wait_for(agent.directory.me.id if callee is None else callee, promise)
 
@@ -212,7 +218,7 @@ class Future(torch.futures.Future[T]):
         Dropping the future does not cancel the call, nor does cancelling a task that awaits it.
         """
         if self._callee is None:
-            return False
+            return True in [part.cancel() for part in self._parts]
         return self._environment.agent.cancel(self._promise, "its future was cancelled")
 
     def value(self) -> T:
@@ -361,6 +367,39 @@ class Future(torch.futures.Future[T]):
                 self._is_completing = is_done = _Native.done(self)
                 if not (is_done and isinstance(error, RuntimeError)):  # else another was first
                     raise
+
+
+def future_of_all(
+    parts: Sequence[Future[Any]], joined: Callable[[list[Any]], list[Any]], what: str
+) -> Future[list[Any]]:
+    """The future of several calls: of what `joined` makes of their values and exceptions."""
+    promise: Promise[None] = Promise()
+    pendings, left = [part._pending for part in parts], deque(parts)
+
+    def unpack(_: None) -> DecodedBody:
+        return DecodedBody(joined(list(map(_value_or_error, pendings))), handoff=hand_over)
+
+    def hand_over() -> None:  # each thread that takes the values goes above the depth of each
+        for pending in pendings:
+            pending.value()
+
+    def part_settled(_: object) -> None:
+        left.pop()
+        if not left:
+            promise.settle(None)
+
+    for part in parts:
+        part._promise.on_settled(part_settled)
+    pending: PendingResult[list[Any]] = PendingResult(promise, unpack, lambda: what)
+    return Future(pending, parts[0]._environment, None, parts)
+
+
+def _value_or_error(pending: PendingResult[T]) -> T | Exception:
+    """The value, or the exception in its place, without its frames."""
+    try:
+        return pending.value()
+    except Exception as error:
+        return error.with_traceback(None)
 
 
 def _report(callback_of: str, unseen: list[traceback.TracebackException]) -> None:

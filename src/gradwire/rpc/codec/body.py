@@ -68,6 +68,8 @@ class EncodedBody(msgspec.Struct, frozen=True):
     body: Body
     payload: Sequence[Buffer]
     copies: int = 0
+    tensors: Sequence[Tensor] = ()
+    """those of the value, from which the edges begin"""
 
 
 class DecodedBody(msgspec.Struct, frozen=True):
@@ -153,6 +155,21 @@ class BodyCodec:
         except NotSerializable as refusal:
             raise self._placed(refusal, value, place) from refusal.__cause__
 
+    def again(self, first: EncodedBody, to: WorkerId, context: ContextId | None) -> EncodedBody:
+        """The arguments of a call once more for another worker, with edges of their own.
+
+        See codec/encoded_once.py.
+        """
+        body, crossings = first.body, list[Crossing]()
+        try:
+            if any(map(_flags_of, body.tensors)):
+                crossings = self._engine.attach_send(context, to, first.tensors, is_call=True)
+            body = replace(body, crossings=crossings, released=self._riding_to(to))
+            return replace(first, body=body)
+        except BaseException:
+            self._engine.withdraw(crossings)
+            raise
+
     def _walked(
         self,
         value: object,
@@ -213,7 +230,7 @@ class BodyCodec:
             body = Body(data, headers, crossings, references, self._riding_to(to))
             if record is not None:
                 record("encode", began, "", to, headers, sum(map(len, payload)))
-            return EncodedBody(body, payload)
+            return EncodedBody(body, payload, 0, tensors)
         except BaseException:
             self._release(headers, crossings, to)
             raise
