@@ -234,6 +234,9 @@ NEEDS = {
 """what a block needs that an earlier one, or the reader, has made on the worker that runs it"""
 
 AFTER = {
+    ("docs/concepts/groups.md", 'trainers = gradwire.group("trainers", ["w0", "w1"])'): (
+        "assert gradwire.rpc_sync(trainers, train) == [[0.0, 1.0], [0.0, 1.0]]\n"
+    ),
     (f"{GUIDE}restarts.md", "def restore(attempt):"): "restore(None)\n",
     (
         f"{GUIDE}restarts.md",

@@ -50,6 +50,7 @@ from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.codec.named_types import register_codec
 from gradwire.rpc.expose.async_execution import async_execution
 from gradwire.rpc.expose.registry import expose
+from gradwire.rpc.groups.collective import all_gather, barrier
 from gradwire.rpc.groups.group import Group, group
 from gradwire.rpc.retry import idempotent, retrying
 from gradwire.rpc.rref import RRef
@@ -82,6 +83,8 @@ __all__ = [  # in the order one learns them
     "Future",
     "group",
     "Group",
+    "barrier",
+    "all_gather",
     "async_execution",
     "expose",
     "register_codec",

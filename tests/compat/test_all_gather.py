@@ -8,10 +8,11 @@ import pytest
 
 from gradwire.agent.requests.timer import MonotonicClock
 from gradwire.compat.rpc import api as rpc
-from gradwire.compat.rpc.all_gather import AllGather, all_gather
-from gradwire.compat.rpc.all_gather_state import Rounds
+from gradwire.compat.rpc.all_gather import all_gather
 from gradwire.compat.rpc.behavior import TORCH
 from gradwire.errors import CallTimeout, PeerLost, UsageError
+from gradwire.rpc.groups.all_gather import AllGather
+from gradwire.rpc.groups.all_gather_state import Rounds
 from gradwire.testing import cluster
 from tests.leftovers import eventually
 

@@ -94,3 +94,14 @@ def test_what_some_of_several_workers_raise_is_a_group(linked):
     ) as e:
         gradwire.rpc_sync(["w1", "w2"], far.refuse, args=("no",))
     assert e.group_contains(far.Refused, match="Refused on w2: no")
+
+
+def test_processes_meet_at_a_barrier_and_gather(linked):
+    mates = gradwire.group("mates", ["w0", "w1", "w2"])
+    others = gradwire.rpc_async(["w1", "w2"], far.meet, args=(mates,))
+
+    gradwire.barrier(mates)
+    pids = gradwire.all_gather(os.getpid(), mates)
+
+    assert pids == [os.getpid(), linked["w1"].pid, linked["w2"].pid]
+    assert others.wait() == [pids, pids]

@@ -31,7 +31,6 @@ from gradwire.compat.rpc.agent import (
     patience,
 )
 from gradwire.compat.rpc.all_gather import all_gather
-from gradwire.compat.rpc.all_gather_state import Rounds
 from gradwire.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from gradwire.compat.rpc.failures import of_call
 from gradwire.compat.rpc.internal import (
@@ -51,6 +50,7 @@ from gradwire.rpc.api import keywords, of_sequence
 from gradwire.rpc.calls.client import Target
 from gradwire.rpc.codec.body import tensors_in
 from gradwire.rpc.expose.async_execution import LATER
+from gradwire.rpc.groups.all_gather_state import Rounds
 from gradwire.rpc.worker import Worker
 
 __all__ = [  # torch's

@@ -1,9 +1,13 @@
 """The state of all-gathers. Pure.
 
-A *round* belongs to a set of names. Each worker numbers the rounds of a set for itself: the n-th
-that it enters is the same for all. The first name in alphabetical order is the *leader*, which
-receives all values and sends them to the *followers*. A worker that is *lost* before its value
-arrived will not contribute, unless it comes back.
+A *round* belongs to a set of members, and to a label if it has one. Each worker numbers the rounds
+of a set for itself: the n-th that it enters is the same for all. Its id is `label/a,b#n`. A member
+is the name of a worker, and `name.2` if this is its second incarnation after the first: the rounds
+with a worker that was started again are counted from 0 again. A worker that is *lost* before its
+value arrived will not contribute, unless it comes back.
+
+Under compat the first in alphabetical order is the *leader*, which receives all values and sends
+them to the *followers*. In groups each member sends its value to all others.
 """
 
 from __future__ import annotations
@@ -12,7 +16,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from gradwire.errors import UsageError
+from gradwire.errors import OverLimit, UsageError
+
+MOST_AHEAD = 64
+"""How many rounds a worker may have a value in that were not entered here."""
+
+
+def name_of_member(member: str) -> str:
+    """The name of the worker, without its incarnation."""
+    return member.partition(".")[0]
+
+
+def members_of(round: str) -> list[str]:
+    """The members of the round with this id, or of the set that it begins with."""
+    return round.partition("#")[0].rpartition("/")[2].split(",")
 
 
 @dataclass(slots=True)
@@ -40,14 +57,22 @@ class Rounds:
         """The number of sets whose rounds are counted."""
         return len(self._entered)
 
-    def entered(self, names: Collection[str]) -> str:
+    def entered(self, names: Collection[str], label: str = "") -> str:
         """This worker enters the next round of a set; the id of the round."""
-        together = ",".join(sorted(names))  # no name has a comma
+        together = ",".join(sorted(names))  # no name has a comma, or a slash
+        if label:
+            together = f"{label}/{together}"
         n = self._entered.get(together, 0)
         self._entered[together] = n + 1
         round = f"{together}#{n}"
         self._rounds.setdefault(round, _Round()).is_entered = True
         return round
+
+    def withdrawn(self, round: str) -> None:
+        """This worker has entered, but told nobody: its next round has the same number."""
+        together, _, n = round.rpartition("#")
+        if self._entered.get(together) == int(n) + 1:
+            self._entered[together] = int(n)
 
     def forget_without(self, present: Collection[str]) -> None:
         """Drop the rounds of sets that have absent members: there will be no more of them."""
@@ -55,23 +80,25 @@ class Rounds:
         busy = {round.rpartition("#")[0] for round in rounds if rounds[round].is_entered}
 
         def stays(together: str) -> bool:
-            return together in busy or there.issuperset(together.split(","))
+            return together in busy or there.issuperset(members_of(together))
 
         self._entered = {names: n for names, n in self._entered.items() if stays(names)}
         self._rounds = {r: rounds[r] for r in rounds if stays(r.rpartition("#")[0])}
-        self._lost &= there
+        self._lost &= set(map(name_of_member, there))
 
     def contributed(self, round: str, name: str, value: object, names: Collection[str]) -> None:
-        """The leader receives a value, maybe before it enters. Late values are ignored."""
+        """A value is received, maybe before this worker enters. Late values are ignored."""
         if self._is_over(round):
             return
+        if round not in self._rounds and len(self.ahead([name])) >= MOST_AHEAD:
+            raise OverLimit(f"{name} has values in {MOST_AHEAD} all-gathers that have not begun")
         if name not in names:
             raise UsageError(f"{name} is not expected in the all-gather of {', '.join(names)}")
         heard = self._rounds.setdefault(round, _Round())
         if name in heard.values:
             raise UsageError(f"{name} has contributed to all-gather {round} twice")
         heard.values[name] = value
-        self._lost.discard(name)
+        self._lost.discard(name_of_member(name))
         heard.is_whole = heard.values.keys() == set(names)
 
     def concluded(self, round: str, values: Mapping[str, object]) -> None:
@@ -102,6 +129,11 @@ class Rounds:
         heard = self._rounds.get(round, _Round())
         return sorted(set(names) - heard.values.keys())
 
+    def ahead(self, names: Collection[str]) -> list[str]:
+        """The rounds in which one of these has a value, and that were not entered here."""
+        these = self._rounds.items()
+        return [r for r, heard in these if not heard.is_entered and heard.values.keys() & {*names}]
+
     def lost(self, name: str) -> None:
         """The connection to this worker has ended."""
         self._lost.add(name)
@@ -112,7 +144,7 @@ class Rounds:
 
     def waits_in_vain(self, round: str, names: Collection[str]) -> list[str]:
         """Those of these names that are lost and have not contributed."""
-        return [name for name in self.missing(round, names) if name in self._lost]
+        return [n for n in self.missing(round, names) if name_of_member(n) in self._lost]
 
     def over(self, round: str) -> None:
         """This worker has left the round."""
