@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from urllib.parse import urlparse
 
 from gradwire.errors import UsageError
@@ -35,6 +35,8 @@ class _Default(float):
 DEFAULT: float = _Default(math.nan)
 Timeout = float | None
 """Seconds; None or infinity: as long as the peer lives; DEFAULT: as in `Timeouts`."""
+Output = Literal["auto", "named", "plain"]
+"""Whether the output of a worker carries its name."""
 
 _TLS_VARIABLES = ("GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY", "GRADWIRE_TLS_CA")
 
@@ -180,12 +182,20 @@ class Options:
     {"w1": {"cuda:0": "cuda:1"}}. Results and gradients return by the inverted map. A device that no
     map mentions is the same device there, found by its UUID
     """
+    output: Output = "auto"
+    """whether `run` puts the name of the worker before each line that it prints: named, plain, or
+    auto: named on a terminal only
+    """
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise UsageError(f"threads={self.threads} would run no call", hint="at least 1")
+        if self.output not in get_args(Output):
+            raise UsageError(
+                f"output={self.output!r:.80} is unknown", hint="it is auto, named or plain"
+            )
         if not 0 <= self.incarnation <= LAST_INCARNATION:
             raise UsageError(
                 f"incarnation={self.incarnation} is not between 0 and {LAST_INCARNATION}"

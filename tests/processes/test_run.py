@@ -79,6 +79,54 @@ def _script(directory, text, *arguments):
         process.kill()
 
 
+NAMED = """
+import sys
+import gradwire
+
+def main():
+    print("from", "the", "first")
+    gradwire.rpc_sync("w1", print, args=("from the second",))
+
+if __name__ == "__main__":
+    options = gradwire.Options(output=sys.argv[1])
+    gradwire.run(main, 2, options=options, expose=[print])
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "lines"),
+    [
+        ("auto", ["from the first", "from the second"]),
+        ("named", ["[w0] from the first", "[w1] from the second"]),
+    ],
+)
+def test_lines_begin_with_the_name_of_their_worker_if_it_is_wanted(tmp_path, output, lines):
+    with _script(tmp_path, NAMED, output) as process:
+        printed, errors = process.communicate(timeout=60)
+
+    assert (printed.splitlines(), errors) == (lines, "")
+
+
+def test_on_a_terminal_lines_have_names_and_colours(tmp_path):
+    (tmp_path / "script.py").write_text(NAMED)
+    screen, theirs = os.openpty()
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "CI": ""}
+    with open(screen, "rb", buffering=0) as shown, open(theirs, "wb") as terminal:
+        process = subprocess.run(
+            [sys.executable, "script.py", "auto"],
+            stdout=terminal,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env=os.environ | environment,
+            timeout=60,
+            check=False,
+        )
+        lines = shown.read(1000).decode().splitlines()
+
+    assert (process.returncode, process.stderr) == (0, b"")
+    assert lines == ["\x1b[36m[w0]\x1b[0m from the first", "\x1b[33m[w1]\x1b[0m from the second"]
+
+
 HELD_UP = """
 import fcntl
 import gradwire

@@ -32,6 +32,7 @@ from gradwire import threads
 from gradwire.agent.remote_errors import describe
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
+from gradwire.launch.named_output import named_output
 from gradwire.launch.supervise_state import CALLER
 from gradwire.options import FOREVER, Options
 from gradwire.rpc.api import Names, default_name, init_rpc, shutdown
@@ -119,7 +120,8 @@ def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     pipe.send_bytes(BEGUN.encode())
     me = os.getpid()
     try:
-        _work(pipe, spec)
+        with named_output(spec.name, spec.rank, spec.options.output):
+            _work(pipe, spec)
     except BaseException as error:  # reported to the parent, whatever it is
         if os.getpid() != me:  # a process that the function has forked: not a worker
             raise

@@ -82,7 +82,8 @@ def run(
 
     With `page`, w0 serves a page that shows live what all workers do; see `serve_page`.
 
-    The output of the workers appears as they print it. If they take more than a second to start, a
+    The output of the workers appears as they print it; on a terminal each line begins with the name
+    of its worker (`Options(output=…)`). If they take more than a second to start, a
     terminal shows how many have done so. The number of threads that torch uses is not
     changed: with more workers than cores, set OMP_NUM_THREADS, or call torch.set_num_threads in
     `fn`.
