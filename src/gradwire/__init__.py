@@ -29,6 +29,7 @@ from gradwire.errors import (
     StepFailed,
     UnknownWorker,
     UsageError,
+    WaitTimeout,
 )
 from gradwire.launch.run import run
 from gradwire.nn.remote_module import RemoteModule
@@ -47,6 +48,7 @@ from gradwire.rpc.api import (
     shutdown,
 )
 from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.calls.several import Waited, as_completed, wait
 from gradwire.rpc.codec.named_types import register_codec
 from gradwire.rpc.expose.async_execution import async_execution
 from gradwire.rpc.expose.registry import expose
@@ -85,6 +87,9 @@ __all__ = [  # in the order one learns them
     "Group",
     "barrier",
     "all_gather",
+    "as_completed",
+    "wait",
+    "Waited",
     "async_execution",
     "expose",
     "register_codec",
@@ -133,6 +138,7 @@ __all__ = [  # in the order one learns them
     "OverLimit",
     "DeadlinePassed",
     "CallTimeout",
+    "WaitTimeout",
     "Cancelled",
     "BackwardTimeout",
     "JoinTimeout",

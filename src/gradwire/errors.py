@@ -15,6 +15,7 @@ GradwireError               a RuntimeError, so that programs written for torch s
 │       └── OverLimit       it sent or holds more than `Limits` allow
 ├── DeadlinePassed          a wait timed out (also a TimeoutError)
 │   ├── CallTimeout         a call was not answered before its deadline
+│   ├── WaitTimeout         a future was not done in the time given to wait for it; its call goes on
 │   ├── BackwardTimeout     a backward pass did not finish in time
 │   └── JoinTimeout         not every worker arrived
 ├── Cancelled               the caller does not want the answer any more
@@ -119,6 +120,10 @@ class DeadlinePassed(GradwireError, TimeoutError):
 
 class CallTimeout(DeadlinePassed):
     """A call was not answered before its deadline."""
+
+
+class WaitTimeout(DeadlinePassed):
+    """A future was not done in the time given to wait for it; its call goes on."""
 
 
 class BackwardTimeout(DeadlinePassed):

@@ -38,6 +38,21 @@ def test_many_calls_are_under_way_at_once(linked):
     assert futures[7].then(lambda future: future.wait() * 2).wait() == 16
 
 
+def test_futures_of_two_processes_come_as_they_are_done(linked):
+    gradwire.rpc_sync("w1", far.close_gate)
+    late = gradwire.rpc_async("w1", far.wait_at_gate)
+    early = gradwire.rpc_async("w2", far.add, args=(1,))
+
+    with pytest.raises(gradwire.WaitTimeout, match="on w1, pending for"):
+        late.result(timeout=0.01)
+    done = gradwire.as_completed([late, early], timeout=60)
+    assert next(done) is early
+    assert gradwire.wait([late, early], timeout=0.01) == ({early}, {late})
+    gradwire.rpc_sync("w1", far.open_gate)
+    assert next(done) is late
+    assert late.exception() is None
+
+
 def test_eight_mebibytes_cross_unchanged(linked):
     there = torch.arange(EIGHT_MIB)
 

@@ -102,7 +102,7 @@ class Agent:
         self._heartbeat = Heartbeat(*beside)
         self.silence_of, self.silences = self._heartbeat.silence_of, self._heartbeat.silences
         self._cancels = Cancels(directory, self._calls, self._settle, self.dispatch, clock, events)
-        self.cancel = self._cancels.cancel
+        self.cancel, self.since = self._cancels.cancel, self._calls.since
         call_after_fork(self)
 
     def start(self, contexts_opened: Callable[[], int]) -> None:

@@ -125,6 +125,11 @@ class Promise(Generic[T]):
                 return
         callback(self.outcome)  # type: ignore[arg-type]  # settled, so it is a T
 
+    def forget(self, callback: Callable[[T], object]) -> None:
+        """Do not call `callback`, unless that has begun."""
+        with suppress(ValueError):
+            self._callbacks.remove(callback)
+
 
 class Pending(msgspec.Struct, eq=False):
     """One request without an answer, and the errors it may end with, on the worker `me`."""
@@ -236,6 +241,11 @@ class RequestTable:
         """Take out a request whose caller does not wait any more; empty if it was answered."""
         pending = self._pending.get(n)
         return self._given_up_of([] if pending is None else [pending])
+
+    def since(self, promise: Promise[Any]) -> float | None:
+        """When the request of this promise was made; None if it has ended, or there was none."""
+        pending = self._pending.get(getattr(promise, "request", 0))
+        return None if pending is None or pending.promise is not promise else pending.opened
 
     def is_late(self, n: int) -> bool:
         """Whether this is the first answer to a request that was given up before it came."""

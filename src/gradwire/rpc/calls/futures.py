@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import traceback
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
@@ -29,7 +30,7 @@ from gradwire.agent.requests.promise import Promise
 from gradwire.autograd.graph.walk import lift_this_thread
 from gradwire.autograd.scope import saving_here
 from gradwire.current import get_current
-from gradwire.errors import UsageError
+from gradwire.errors import ArgumentTypeError, Cancelled, RemoteError, UsageError, WaitTimeout
 from gradwire.ids import WorkerId
 from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.codec.body import DecodedBody, depth_of
@@ -99,6 +100,30 @@ class PendingResult(Generic[T]):
         if type(result) is DecodedBody:
             return result.value  # type: ignore[no-any-return]
         return result.unpacked() if isinstance(result, PendingResult) else result  # type: ignore[return-value]
+
+    def error(self) -> BaseException | None:
+        """The exception in place of the value; None if there is a value."""
+        if self._unpack is not None:
+            self._unpack_once()
+        result = self._result
+        if isinstance(result, PendingResult):
+            return result.error()
+        if type(result) is DecodedBody:
+            return None
+        if self.unseen is not None:
+            self.unseen.clear()
+        return fresh(result)  # type: ignore[arg-type]
+
+    def state(self) -> str:
+        """How its promise has ended, in a word; nothing is unpacked for it."""
+        if not self.promise.settled:
+            return "pending"
+        outcome = self.promise.outcome if self._unpack is not None else self._result
+        if isinstance(outcome, PendingResult):
+            return outcome.state()
+        if isinstance(outcome, Cancelled) and not isinstance(outcome, RemoteError):
+            return "cancelled"
+        return "failed" if isinstance(outcome, BaseException) else "done"
 
     def _unpack_once(self) -> None:
         outcome = self.promise.wait()
@@ -185,30 +210,64 @@ class Future(torch.futures.Future[T]):
         self._is_completing = False
         promise.on_settled(self._on_settled)
 
-    def wait(self) -> T:
-        """Block until it is done; return the value, or raise the exception in its place."""
-        run = get_current()[3]
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until it is done; return the value, or raise the exception in its place.
+
+        WaitTimeout after `timeout` seconds; the call goes on, and may be waited for again. Without
+        one, the deadline of the call ends the wait.
+        """
+        self._wait(timeout)
+        return self._pending.value()
+
+    def result(self, timeout: float | None = None) -> T:
+        """As `wait`: the name that the futures of `concurrent.futures` have for it."""
+        return self.wait(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait as `wait` does; return the exception in place of the value, None if there is none.
+
+        As in `concurrent.futures`, Cancelled is raised.
+        """
+        self._wait(timeout)
+        error = self._pending.error()
+        if error is not None and self._pending.state() == "cancelled":
+            raise error
+        return error
+
+    def _wait(self, timeout: float | None) -> None:
+        run, until = get_current()[3], math.inf
+        if timeout is not None:
+            until = self._environment.agent.clock.now() + checked_seconds(timeout)
         try:
             if run is None:
-                self._await()
+                self._await(until)
             else:
                 with cast(CheckpointRun, run).waiting():  # waits are numbered: also when done
-                    self._await()
+                    self._await(until)
             self._complete()
+        except WaitTimeout:  # the callback of __init__ is still there, unless it has run by now
+            self._is_waited_for = False
+            if self._promise.settled:
+                self._environment.completions.add(self._complete)
+            raise
         except BaseException:  # interrupted
             self._is_waited_for = False
             self._promise.on_settled(self._on_settled)
             raise
-        return self._pending.value()
 
-    def _await(self) -> None:
+    def _await(self, until: float) -> None:
         promise = self._promise
         if not promise.settled:
             self._is_waited_for = True
             for part in self._parts:  # these read the channels
                 part._await()
             agent, callee = self._environment.agent, self._callee
-            agent.wait_for(agent.directory.me.id if callee is None else callee, promise)
+            peer = agent.directory.me.id if callee is None else callee
+            if until == math.inf:
+                agent.wait_for(peer, promise)
+            elif not settles(agent, peer, promise, until):
+                hint = "it goes on: wait again, or cancel() it"
+                raise WaitTimeout(f"the time to wait for {self!r} is over", hint=hint)
 
     def cancel(self) -> bool:
         """Cancel the call. False if it is done already, or if this is the future of a callback.
@@ -220,6 +279,16 @@ class Future(torch.futures.Future[T]):
         if self._callee is None:
             return True in [part.cancel() for part in self._parts]
         return self._environment.agent.cancel(self._promise, "its future was cancelled")
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled before it was done."""
+        return self._pending.state() == "cancelled"
+
+    def __repr__(self) -> str:
+        state, agent = self._pending.state(), self._environment.agent
+        opened = agent.since(self._promise)
+        age = "" if opened is None else f" for {agent.clock.now() - opened:.3g} s"
+        return f"<gradwire.Future: {self._pending.what()}, {state}{age}>"
 
     def value(self) -> T:
         """The value of a future that is done."""
@@ -400,6 +469,47 @@ def _value_or_error(pending: PendingResult[T]) -> T | Exception:
         return pending.value()
     except Exception as error:
         return error.with_traceback(None)
+class Behind(NamedTuple):
+    """What code that waits for several futures needs of one."""
+
+    promise: Promise[Any]
+    agent: Agent
+    callee: WorkerId | None
+    """the worker that runs the call; None for the future of a callback"""
+    has_failed: Callable[[], bool]
+
+
+def behind(future: Future[Any]) -> Behind:
+    """See Behind."""
+    pending, agent = future._pending, future._environment.agent
+    return Behind(future._promise, agent, future._callee, lambda: pending.state() == "failed")
+
+
+def settles(agent: Agent, peer: WorkerId | None, promise: Promise[Any], until: float) -> bool:
+    """Wait for a promise that messages of this peer settle, no longer than this; whether it is."""
+    now = agent.clock.now
+    if not promise.settled and now() < until:
+        with suppress(TimeoutError):
+            agent.wait(
+                peer,
+                lambda: promise.settled or now() >= until,
+                lambda: promise.wait(until - now()),
+            )
+    return promise.settled
+
+
+def checked_seconds(timeout: object) -> float:
+    """The seconds of a wait for a future: none to look once, unlike those of a call."""
+    try:
+        seconds = float(timeout)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ArgumentTypeError(
+            f"timeout={timeout!r:.80} is not a number of seconds",
+            hint="timeout=None waits until the deadline of the call",
+        )
+    return seconds
 
 
 def _report(callback_of: str, unseen: list[traceback.TracebackException]) -> None:
