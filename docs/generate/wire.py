@@ -129,6 +129,15 @@ _KIND_WORDS = {
     "RETURN_TYPE": "one of torch.return_types",
     "PARTS": "an instance of an exposed class that says what it travels as",
     "REGISTERED": "an instance of a class with a codec: its name, and what the codec made of it",
+    "RECORDS": "a numpy array with fields, or one record of it",
+    "ZONE": "a ZoneInfo, by its key",
+    "PATH": "a path of pathlib",
+    "DEFAULT_DICT": "a defaultdict, with the name of what makes its values",
+    "NAMESPACE": "a SimpleNamespace",
+    "MEMORY": "a memoryview",
+    "EXCEPTION": "an exception that is a value; one that is raised is a `Failure`",
+    "WORKER_INFO": "a WorkerInfo",
+    "UUID": "a UUID",
     "PICKLED": "a pickle and its tensors; refused unless `Options.pickle` is set where it arrives",
 }
 

@@ -14,9 +14,17 @@ import logging
 import socket
 import struct
 import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePosixPath
+from types import SimpleNamespace
 from typing import NamedTuple
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import msgspec
 import numpy as np
@@ -24,6 +32,7 @@ import torch
 
 import gradwire
 from gradwire.agent import messages as agent_messages
+from gradwire.agent.peers.directory import WorkerInfo
 from gradwire.agent.requests.promise import Pending, Promise
 from gradwire.autograd import messages as autograd_messages
 from gradwire.autograd.messages import (
@@ -252,6 +261,23 @@ def values() -> list[object]:
         {"a": {"b": {"c": [[[[]]]]}}},
         [np.arange(8, dtype=np.uint8), torch.ones(2, 2)],
         torch.nn.Linear(1, 1).state_dict(),
+        [
+            datetime(2024, 1, 1, tzinfo=UTC),
+            date(2024, 1, 1),
+            time(1),
+            timedelta(1),
+            ZoneInfo("UTC"),
+        ],
+        [PurePosixPath("a"), Decimal("1.5"), Fraction(1, 3), UUID(int=1), SimpleNamespace(a=1)],
+        [
+            defaultdict(list, a=1),
+            Counter("a"),
+            deque([1], 2),
+            memoryview(b"ab"),
+            WorkerInfo("w", 1),
+        ],
+        [ValueError(1), OSError(2, "no"), ExceptionGroup("g", [KeyError("k")])],
+        [np.zeros(1, "u1, i2, (2,)u1, S1")],
     ]
 
 

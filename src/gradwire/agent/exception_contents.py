@@ -11,7 +11,7 @@ limits below; the receiver checks all of it before it is used. remote_errors.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from pathlib import PurePath
 from types import MemberDescriptorType
@@ -35,7 +35,7 @@ NOTE = "_gradwire_note"  # the attribute of a RemoteError that holds `Failure.no
 _OF_FAILURE = {"hint", "worker", "peer", "link", "phase", "type_name", "remote_traceback"}
 OURS = frozenset({"args", "message", NOTE} | _OF_FAILURE)
 """attributes of RemoteError, which those of another exception must not replace"""
-_LEFT_OUT = "obj"  # of an AttributeError: the object, which the user did not mean to send
+LEFT_OUT = "obj"  # of an AttributeError: the object, which the user did not mean to send
 _ABSENT = object()
 
 _TUPLE, _LIST, _DICT, _SET, _FROZENSET, _BIG_INT, _SURROGATES = range(7)
@@ -117,17 +117,17 @@ def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
         name: raw
         for base in reversed(kind.__mro__)
         for name, raw in vars(base).items()
-        if isinstance(raw, MemberDescriptorType) and not _is_special(name)
+        if isinstance(raw, MemberDescriptorType) and not is_special(name)
     }
 
 
-def set_attribute(error: BaseException, name: str, value: object) -> None:
+def set_attribute(error: BaseException, name: str, value: object, kept: Set[str] = OURS) -> None:
     """Set an attribute that a peer names, without running code of the type.
 
-    No property and no `__setattr__` is called. A name that is a method, a property, an attribute of
-    RemoteError or a name with two underscores is ignored.
+    No property and no `__setattr__` is called. A name that is a method, a property, one of `kept`
+    or a name with two underscores is ignored.
     """
-    if name in OURS or _is_special(name):
+    if name in kept or is_special(name):
         return
     raw = found_on(type(error), name)
     if isinstance(raw, MemberDescriptorType):
@@ -143,7 +143,8 @@ def found_on(kind: type, name: str) -> object:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _ABSENT)
 
 
-def _is_special(name: str) -> bool:
+def is_special(name: str) -> bool:
+    """Whether a peer may set no attribute of that name."""
     return name.startswith("__") or not name.isidentifier()
 
 
@@ -190,10 +191,10 @@ class _ContentsEncoder:
         for name, slot in slots_of(type(error)).items():
             with suppress(AttributeError):  # it is empty
                 value = slot.__get__(error, type(error))
-                if value is not None and name != _LEFT_OUT:
+                if value is not None and name != LEFT_OUT:
                     found[name] = value
         for name, value in found.items():
-            if type(name) is str and name not in OURS and not _is_special(name):
+            if type(name) is str and name not in OURS and not is_special(name):
                 node = self._maybe(value)
                 if node is not _ABSENT:
                     yield name, node

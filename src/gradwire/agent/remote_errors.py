@@ -29,8 +29,8 @@ _log = logging.getLogger("gradwire")
 _MOST_TEXT = 1 << 20
 _UNKNOWN = "builtins:Exception"
 _plain_name = type.__dict__["__name__"].__get__  # whatever its metaclass does
-_set_args = BaseException.__dict__["args"].__set__
-_set_cause = BaseException.__dict__["__cause__"].__set__
+set_args = BaseException.__dict__["args"].__set__
+set_cause = BaseException.__dict__["__cause__"].__set__
 _IS_HEAP_TYPE = 1 << 9  # set by CPython on every class that a class statement made
 _MOST_TRACEBACK = 1 << 14  # characters, of all workers that an exception has passed
 
@@ -118,11 +118,11 @@ def _made(failure: Failure, contents: data.Contents, type_of: TypeOf) -> RemoteE
     try:
         remote = _maybe_remote_type(original)  # type: ignore[arg-type]  # classes are hashable
         if remote is not None:
-            error = _instance(remote, contents.args[0] if contents.args else None, members)
+            error = empty_instance(remote, contents.args[0] if contents.args else None, members)
     except Exception:  # e.g. a group whose message or members were left out
         _log.debug("%s could not be made again", failure.type_name, exc_info=True)
     if not isinstance(error, BaseExceptionGroup):  # its constructor has set both
-        _set_args(error, (failure.text,) if contents.args is None else tuple(contents.args))
+        set_args(error, (failure.text,) if contents.args is None else tuple(contents.args))
         data.dict_of(error)["message"] = failure.text
     names = ("hint", "worker", "peer", "link", "phase", "type_name")
     data.dict_of(error).update({name: getattr(failure, name) for name in names})
@@ -132,7 +132,7 @@ def _made(failure: Failure, contents: data.Contents, type_of: TypeOf) -> RemoteE
     if contents.notes:
         data.dict_of(error)["__notes__"] = contents.notes
     if contents.cause is not None:
-        _set_cause(error, _made_of_link(contents.cause, failure.worker, type_of))
+        set_cause(error, _made_of_link(contents.cause, failure.worker, type_of))
     return error
 
 
@@ -160,8 +160,8 @@ def fresh(error: BaseException) -> BaseException:
 def _copied(error: RemoteError) -> BaseException:
     """A copy made without the constructor, which may not accept `args`."""
     kind = type(error)
-    again = _instance(kind, error.message, data.members_of(error))
-    _set_args(again, data.args_of(error))
+    again = empty_instance(kind, error.message, data.members_of(error))
+    set_args(again, data.args_of(error))
     for slot in data.slots_of(kind).values():
         with suppress(AttributeError, TypeError):  # it is empty or read-only
             slot.__set__(again, slot.__get__(error, kind))
@@ -191,7 +191,7 @@ def _text(error: BaseException) -> str:
     return str(error)
 
 
-def _instance(kind: type[T], message: object, members: Sequence[BaseException]) -> T:
+def empty_instance(kind: type[T], message: object, members: Sequence[BaseException]) -> T:
     """An empty instance, made by the `__new__` of the nearest base in C: no user code runs.
 
     Only a group needs its message and members; the type and number of these are checked in C.

@@ -7,7 +7,7 @@ import math
 import struct
 import threading
 import typing
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import InitVar, dataclass, field
 
 import msgspec
@@ -20,7 +20,7 @@ from torch import nn
 
 from gradwire.errors import BadMessage, NotExposed, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types
+from gradwire.rpc.codec import builtin_types, named_types, numpy_types, standard_types
 from gradwire.rpc.codec.codec import Codec
 from gradwire.rpc.codec.walk import Tag
 from tests.case_names import case_name
@@ -428,9 +428,11 @@ def test_a_tag_that_is_not_free_is_our_own_bug(tag, why):
 
 
 def test_tags_are_never_shared():
-    own = {Tag.PICKLED: None}
+    own = {Tag.PICKLED: None, Tag.EXCEPTION: None}
     tables = (
         builtin_types.DECODERS,
+        numpy_types.DECODERS,
+        standard_types.DECODERS,
         named_types.DECODERS,
         own,
     )
@@ -454,7 +456,6 @@ def refused(codec, value, **place):
         (Plain(), "test_codec.Plain cannot be serialized"),
         (threading.Lock(), "_thread.lock cannot be serialized"),
         (math, "builtins.module cannot be serialized"),
-        (memoryview(b""), "builtins.memoryview cannot be serialized"),
         ([].append, "list.append is not exposed"),
         (lambda: 0, "<lambda> is not exposed"),
         (int, "int is not exposed"),
@@ -480,8 +481,6 @@ def test_what_is_not_data_is_refused_by_its_type(codec, value, what):
 @pytest.mark.parametrize(
     ("value", "base"),
     [
-        (defaultdict(list), "dict"),
-        (Counter("a"), "dict"),
         (type("MyInt", (int,), {})(3), "int"),
         (type("MyStr", (str,), {})("a"), "str"),
         (ListLike(), "list"),
@@ -540,8 +539,6 @@ def test_a_place_may_name_the_elements_of_a_tuple(codec, value, place):
     ("value", "what", "hint"),
     [
         (np.array([object()]), "dtype object cannot be serialized", "as a list"),
-        (np.zeros(2, "i4,f4"), r"dtype \[.*f0.* cannot be serialized", "fields as arrays"),
-        (np.zeros(2, "i4,f4")[0], r"dtype \[.*f0.* cannot be serialized", "fields as arrays"),
         (
             np.array(["a"], np.dtypes.StringDType()),
             "dtype StringDType.* cannot be serialized",
@@ -551,7 +548,7 @@ def test_a_place_may_name_the_elements_of_a_tuple(codec, value, place):
         (Holding(1), "Holding with attributes besides its fields .*: cache", "make them fields"),
         (Converting.__new__(Converting), "Converting without a value for n cannot", "default"),
     ],
-    ids=["objects", "fields", "one record", "pointers", "nothing", "attributes", "unset"],
+    ids=["objects", "pointers", "nothing", "attributes", "unset"],
 )
 def test_what_would_arrive_as_less_than_it_is_is_refused(codec, value, what, hint):
     with pytest.raises(NotSerializable, match=rf"args: a.*{what}[^\n]*\nhint: .*{hint}"):

@@ -49,6 +49,10 @@ def bodies_within(limits):
         devices=None,
         releases=SimpleNamespace(riding_to=lambda _: []),
         events=Events(time.monotonic),
+        events=SimpleNamespace(record=None),
+        limits=limits,
+        devices=None,
+        releases=SimpleNamespace(riding_to=lambda _: []),
     )
     return BodyCodec(Codec(Registry(), limits), engine, NO_REFS, NATIVE)
 

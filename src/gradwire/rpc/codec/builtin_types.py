@@ -1,28 +1,20 @@
-"""Encodes the types of Python, torch and numpy that need no name, by the tables at the end.
+"""Encodes builtin types of Python, and types of torch that need no name, by the tables at the end.
 
 Types are matched exactly: a subclass would arrive as its base. Values that are sent by a name are
-in named_types.py.
+in named_types.py, those of numpy in numpy_types.py, those of the library in standard_types.py.
 
 The decoders raise what Python raises when a node does not fit, and `Codec.decode` turns that into
 BadMessage. They check only what Python would let pass.
-
-The bytes of an array are sent as a flat uint8 tensor, so that large arrays are sent as efficiently
-as tensors; the dtype is sent as numpy's short string for it. Only dtypes that this string describes
-completely are sent: no objects, no fields. Numpy would make an array of pointers from a peer's
-bytes if asked to, so the string is matched before numpy sees it.
 """
 
 from __future__ import annotations
 
-import re
 import reprlib
-import sys
 from collections import OrderedDict
 from itertools import chain
 from types import EllipsisType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -30,10 +22,8 @@ from torch.nn import Parameter
 from gradwire.errors import BadMessage, NotSerializable
 from gradwire.rpc.codec.walk import Decoder, Encoder, Node, Tag, TypeDecoder, TypeEncoder, exactly
 
-Array = np.ndarray[Any, np.dtype[Any]]
-D = TypeVar("D", bound=dict[object, object])
+D = TypeVar("D", bound=dict[Any, Any])
 
-_PLAIN_DTYPE = re.compile(r"[<>|][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
 _CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _CONSTANTS = {str(each): each for each in vars(torch).values() if type(each) in _CONSTANT_TYPES}
 
@@ -43,14 +33,15 @@ def by_index(_: object, n: int) -> str:
     return f"[{n}]"
 
 
-def _by_key(owner: dict[object, object], n: int) -> str:
+def by_key(owner: Any, n: int) -> str:  # noqa: ANN401  (a dict)
+    """How errors name the n-th value in a flat list of keys and values."""
     if n % 2 == 0:
         return f".keys()[{n // 2}]"
     key = list(owner)[n // 2]
     return f'["{key}"]' if type(key) is str else f"[{reprlib.repr(key)}]"
 
 
-def _filled(value: D, flat: list[object]) -> D:
+def filled(value: D, flat: list[object]) -> D:
     """The dict, filled from a flat list of keys and values in turn."""
     value.update(zip(flat[::2], flat[1::2], strict=True))
     if 2 * len(value) != len(flat):
@@ -68,14 +59,14 @@ def _encode_ordered_dict(walk: Encoder, value: OrderedDict[object, object]) -> o
         )
     metadata = [attributes.get("_metadata")]
     node = walk.children([Tag.ORDERED_DICT], value, metadata, lambda *_: "._metadata")
-    return walk.children(node, value, chain.from_iterable(value.items()), _by_key)
+    return walk.children(node, value, chain.from_iterable(value.items()), by_key)
 
 
 def _decode_ordered_dict(walk: Decoder, node: Node) -> object:
     metadata, *flat = walk.children(node)
     # Not OrderedDict[…](): that sets an attribute on it, and it could not be sent again.
     empty: OrderedDict[object, object] = OrderedDict()
-    value = _filled(empty, flat)
+    value = filled(empty, flat)
     if metadata is not None:
         value._metadata = metadata  # type: ignore[attr-defined]
     return value
@@ -140,7 +131,7 @@ def _decode_size(_walk: Decoder, node: Node) -> object:
 
 def _encode_dict(walk: Encoder, value: dict[object, object]) -> object:
     items = chain.from_iterable(value.items())
-    return walk.children([Tag.DICT], value, items, _by_key) if value else [Tag.DICT]
+    return walk.children([Tag.DICT], value, items, by_key) if value else [Tag.DICT]
 
 
 def _encode_bounds(walk: Encoder, tag: int, value: slice | range) -> object:
@@ -170,73 +161,6 @@ def _complex_of(_tag: object, real: object, imag: object) -> complex:
     return complex(exactly(real, float), exactly(imag, float))
 
 
-# -- numpy
-
-
-def _encode_array(walk: Encoder, value: Array) -> object:
-    dtype = _spelled(value.dtype)
-    fortran = value.flags.f_contiguous and not value.flags.c_contiguous
-    rows = value.T if fortran else value
-    if not (rows.flags.c_contiguous and rows.flags.writeable):
-        rows = rows.copy()  # contiguous and writeable, as torch.from_numpy needs it
-    _, index = tensor_node(walk, torch.from_numpy(rows.reshape(-1).view(np.uint8)))
-    return [Tag.ARRAY, index, dtype, fortran, *value.shape]
-
-
-def _decode_array(walk: Decoder, node: Node) -> object:
-    _, index, text, fortran, *shape = node
-    tensor = walk.tensor(index)
-    if tensor.dtype is not torch.uint8 or tensor.layout is not torch.strided or not tensor.is_cpu:
-        raise BadMessage(f"the bytes of an encoded array came as {tensor.dtype} on {tensor.device}")
-    sizes = [exactly(size, int) for size in shape]
-    if any(size < 0 for size in sizes):
-        raise BadMessage(f"an encoded array has the shape {sizes}")
-    items = tensor.numpy().view(_dtype(text))
-    dtype = items.dtype
-    if dtype.kind == "U" and (items.view(dtype.byteorder + "u4") > sys.maxunicode).any():
-        raise BadMessage("an encoded array of text holds a code point that is no character")
-    return items.reshape(sizes, order="F" if exactly(fortran, bool) else "C")
-
-
-def _encode_scalar(walk: Encoder, value: np.generic) -> object:
-    # Numpy drops zeros at the end of text, even in its own str(): only Python's is exact.
-    if isinstance(value, np.str_):
-        return [Tag.NUMPY_SCALAR, "U", walk.node(str.__str__(value))]
-    if isinstance(value, np.bytes_):
-        return [Tag.NUMPY_SCALAR, "S", bytes(value)]
-    return [Tag.NUMPY_SCALAR, _spelled(value.dtype), value.tobytes()]
-
-
-def _decode_scalar(walk: Decoder, node: Node) -> object:
-    _, text, data = node
-    if text == "U":
-        return np.str_(exactly(walk.value(data), str))
-    raw = exactly(data, bytes)
-    if text == "S":
-        return np.bytes_(raw)
-    dtype = _dtype(text)
-    if dtype.itemsize != len(raw) or dtype.kind in "US":
-        raise BadMessage(f"an encoded numpy scalar of {dtype} has {len(raw)} bytes")
-    return np.ndarray((), dtype, buffer=raw)[()]
-
-
-def _spelled(dtype: np.dtype[Any]) -> str:
-    text = dtype.str
-    if _PLAIN_DTYPE.fullmatch(text) and dtype.itemsize and np.dtype(text) == dtype:
-        return text
-    raise NotSerializable(
-        f"a numpy value of dtype {dtype} cannot be serialized",
-        hint="send its fields as arrays of their own, or objects as a list",
-    )
-
-
-def _dtype(text: object) -> np.dtype[Any]:
-    name = exactly(text, str)
-    if not _PLAIN_DTYPE.fullmatch(name):
-        raise BadMessage(f"numpy has no plain dtype {name!r:.40}")
-    return np.dtype(name)
-
-
 # -- the tables
 
 ENCODERS: dict[type, TypeEncoder] = {
@@ -258,14 +182,12 @@ ENCODERS: dict[type, TypeEncoder] = {
     torch.device: lambda _, value: [Tag.DEVICE, str(value)],
     torch.Size: lambda _, value: [Tag.SIZE, *value],
     **dict.fromkeys(_CONSTANT_TYPES, lambda _, value: [Tag.TORCH_CONSTANT, str(value)]),
-    np.ndarray: _encode_array,
-    **{kind: _encode_scalar for kind in set(np.sctypeDict.values()) if kind is not np.object_},
 }
 
 DECODERS: dict[int, TypeDecoder] = {
     Tag.LIST: Decoder.children,
     Tag.TUPLE: lambda walk, node: tuple(walk.children(node)),
-    Tag.DICT: lambda walk, node: _filled({}, walk.children(node)) if len(node) > 1 else {},
+    Tag.DICT: lambda walk, node: filled({}, walk.children(node)) if len(node) > 1 else {},
     Tag.SET: _decode_set,
     Tag.FROZENSET: lambda walk, node: frozenset(_decode_set(walk, node)),
     Tag.TENSOR: lambda walk, node: walk.tensor(*node[1:]),
@@ -280,6 +202,4 @@ DECODERS: dict[int, TypeDecoder] = {
     Tag.TORCH_CONSTANT: _decode_torch_constant,
     Tag.DEVICE: _decode_device,
     Tag.SIZE: _decode_size,
-    Tag.ARRAY: _decode_array,
-    Tag.NUMPY_SCALAR: _decode_scalar,
 }

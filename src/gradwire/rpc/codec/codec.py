@@ -21,7 +21,8 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types
+from gradwire.rpc.codec import builtin_types, named_types, numpy_types, standard_types
+from gradwire.rpc.codec.exception_values import decode_exception, encode_exception
 from gradwire.rpc.codec.pickle_codec import PickleCodec
 from gradwire.rpc.codec.walk import (
     END_OF_TAGS,
@@ -80,8 +81,10 @@ class Codec:
         self, names: Registry, limits: Limits, fallback: PickleCodec | None = None
     ) -> None:
         self._names, self._limits, self._fallback = names, limits, fallback
-        self._encoders = builtin_types.ENCODERS | named_types.ENCODERS
-        self._decoders = builtin_types.DECODERS | named_types.DECODERS
+        self._encoders = builtin_types.ENCODERS | numpy_types.ENCODERS | named_types.ENCODERS
+        self._decoders = builtin_types.DECODERS | numpy_types.DECODERS | named_types.DECODERS
+        self._decoders |= standard_types.DECODERS
+        self._decoders[Tag.EXCEPTION] = decode_exception
         self._decoders[Tag.PICKLED] = self._decode_fallback
         self._extended: list[type] = []
 
@@ -163,7 +166,9 @@ class Codec:
         return value
 
     def _find_encoder(self, kind: type) -> TypeEncoder:
-        encoder = named_types.maybe_encoder(kind)
+        encoder = named_types.maybe_encoder(kind) or standard_types.ENCODERS.get(kind)
+        if encoder is None and issubclass(kind, BaseException):
+            encoder = encode_exception
         if encoder is None and any(issubclass(kind, kinds) for kinds, *_ in _NEVER_SENT):
             encoder = _refuse
         if encoder is None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, final
 from torch import Tensor
 
 from gradwire.errors import BadMessage, NotExposed, NotSerializable, OverLimit
+from gradwire.rpc.expose.names import exception_name
 from gradwire.rpc.expose.registry import Registry
 
 Node = list[object]
@@ -42,6 +43,9 @@ class Tag:
     ELLIPSIS, BYTEARRAY, SURROGATES, ORDERED_DICT = range(10, 14)
     TORCH_CONSTANT, DEVICE, SIZE, ARRAY, NUMPY_SCALAR = range(14, 19)
     NAMED, ENUM, NAMED_TUPLE, DATACLASS, RETURN_TYPE, PARTS, REGISTERED, PICKLED = range(19, 27)
+    RECORDS, DATE, TIME, DATETIME, TIMEDELTA, TIMEZONE, ZONE, PATH, DECIMAL = range(27, 36)
+    FRACTION, UUID, DEFAULT_DICT, COUNTER, DEQUE, NAMESPACE, MEMORY = range(36, 43)
+    EXCEPTION, WORKER_INFO = range(43, 45)
 
 
 class Encoded(NamedTuple):
@@ -107,6 +111,11 @@ class Encoder:
         self._left += 1
         return node
 
+    def exception_name(self, kind: type[BaseException]) -> str:
+        """The name that stands for a type of exceptions."""
+        name = exception_name(kind)
+        return name if self._names.exception_type(name) is kind else self.name_of(kind)
+
     def name_of(self, named: Any) -> str:  # noqa: ANN401  (a function or a class)
         """The name that stands for a function or class."""
         try:
@@ -167,6 +176,16 @@ class Decoder:
     def lookup(self, name: object) -> object:
         """The function or class of that name; raises NotExposed."""
         return self._names.lookup(exactly(name, str))
+
+    def exception_type(self, name: object) -> type[BaseException]:
+        """The type of exception of that name; raises NotExposed."""
+        kind = self._names.exception_type(exactly(name, str))
+        if kind is None:
+            raise NotExposed(
+                f"the exception {name!r:.200} is not exposed on this worker",
+                hint="expose its class here, with @gradwire.expose or expose=[…]",
+            )
+        return kind
 
     def done(self) -> None:
         """Check at the end of the walk that every tensor was used."""
