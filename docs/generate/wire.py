@@ -137,6 +137,7 @@ _KIND_WORDS = {
     "MEMORY": "a memoryview",
     "EXCEPTION": "an exception that is a value; one that is raised is a `Failure`",
     "WORKER_INFO": "a WorkerInfo",
+    "SAME_TENSOR": "a tensor that was named before, by its index",
     "UUID": "a UUID",
     "PICKLED": "a pickle and its tensors; refused unless `Options.pickle` is set where it arrives",
 }

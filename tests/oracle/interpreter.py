@@ -86,13 +86,13 @@ def name(worker: int) -> str:
 
 
 def copied(value):
-    """What arrives when a value crosses."""
-    if not _together.get():
-        return _mapped(value, _cloned)
-    leaving: list[torch.Tensor] = []
-    _mapped(value, lambda tensor: leaving.append(tensor) if tensor.requires_grad else None)
-    alive = iter(Together.of(leaving))
-    return _mapped(value, lambda tensor: next(alive) if tensor.requires_grad else _cloned(tensor))
+    """What arrives when a value crosses: a tensor that is there twice arrives as one."""
+    leaving: dict[int, torch.Tensor] = {}
+    _mapped(value, lambda tensor: leaving.setdefault(id(tensor), tensor))
+    together = {n: t for n, t in leaving.items() if _together.get() and t.requires_grad}
+    alive = dict(zip(together, Together.of([*together.values()]), strict=True))
+    arrived = {n: alive[n] if n in alive else _cloned(tensor) for n, tensor in leaving.items()}
+    return _mapped(value, lambda tensor: arrived[id(tensor)])
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:

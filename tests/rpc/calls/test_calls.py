@@ -196,9 +196,11 @@ def test_torch_operators_static_and_class_methods_run_elsewhere(workers):
     assert workers[0].run(call, "w1", Counter.of_class, 1) == "Counter 1"
 
 
-def test_the_same_tensor_twice_in_one_call_arrives_as_two(workers):
+@pytest.mark.parametrize("to", ["w0", "w1"])
+def test_the_same_tensor_twice_in_one_call_arrives_as_one(workers, to):
     x = torch.ones(2)
-    assert not workers[0].run(call, "w1", are_one, x, x)
+    assert workers[0].run(call, to, are_one, x, x)
+    assert not workers[0].run(call, to, are_one, x, x.view(2))
 
 
 @pytest.mark.parametrize("to", ["w0", "w1"])
@@ -427,3 +429,38 @@ def test_a_timeout_ends_only_its_own_call(workers, gate):
         return other.wait()
 
     assert workers[0].run(both) == "w1"
+
+
+def product_of(x, y, *more):
+    assert all(each is x for each in (y, *more))
+    return x * y * x
+
+
+def twins(x):
+    y = x * 2
+    return y, [y]
+
+
+@pytest.mark.parametrize("how", ["args", "kwargs", "inside"])
+def test_one_tensor_passed_twice_is_one_with_the_sum_of_its_gradients(workers, how):
+    x = torch.tensor(3.0, requires_grad=True)
+    args, kwargs = {
+        "args": ((x, x), {}),
+        "kwargs": ((x,), {"y": x}),
+        "inside": ((x, x, *[x] * 5), {}),
+    }[how]
+
+    y = workers[0].run(gw.rpc_sync, "w1", product_of, args=args, kwargs=kwargs)
+    y.backward()
+
+    assert (y.item(), x.grad.item()) == (27, 27)
+
+
+def test_a_result_that_is_there_twice_arrives_as_one(workers):
+    x = torch.tensor(3.0, requires_grad=True)
+
+    y, (again,) = workers[0].run(gw.rpc_sync, "w1", twins, args=(x,))
+    (y * again).backward()
+
+    assert again is y
+    assert x.grad == 24

@@ -260,16 +260,26 @@ def test_a_state_dict_arrives_with_its_metadata(codec):
     assert crossed(codec, OrderedDict(a=1)) == OrderedDict(a=1)
 
 
-def test_tensors_are_listed_in_the_order_of_the_walk_and_each_time_they_appear(codec):
+def test_tensors_are_listed_in_the_order_of_the_walk_and_once_each(codec):
     a, b = torch.ones(2), nn.Parameter(torch.zeros(3))
 
-    data, tensors, _ = codec.encode(([a, {"b": b}], a))
+    data, tensors, _ = codec.encode(([a, {"b": b}], a, a.view(2)))
     got = codec.decode(data, tensors)
 
-    assert [id(tensor) for tensor in tensors] == [id(a), id(b), id(a)]
-    assert got[0][0] is a
+    assert [id(tensor) for tensor in tensors[:2]] == [id(a), id(b)]
+    assert len(tensors) == 3
+    assert got[0][0] is got[1] is a
     assert got[0][1]["b"] is b
-    assert got[1] is a
+    assert got[2] is not a
+
+
+@pytest.mark.parametrize("index", [1, 0, -1, True, "0", None])
+def test_a_tensor_is_named_again_only_after_it_has_come(codec, index):
+    again, first = [Tag.SAME_TENSOR, index], [Tag.TENSOR, 0]
+    nodes = [first, again] if index != 0 else [again, first]
+
+    with pytest.raises(BadMessage):
+        codec.decode(msgspec.msgpack.encode([Tag.LIST, *nodes]), [torch.ones(1)])
 
 
 @pytest.mark.parametrize(

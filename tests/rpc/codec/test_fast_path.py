@@ -69,7 +69,11 @@ def shown(value):
 def test_what_is_ordinary_makes_the_bytes_of_the_walk_and_comes_back(value):
     data, tensors, _ = CODEC.encode(value)
     found = []
-    assert msgspec.msgpack.encode(maybe_node(value, found)) == data
+    node = maybe_node(value, found)
+    if node is WALK:
+        assert len(tensors) < len(found), "only a tensor that is there twice needs a walk"
+        return
+    assert msgspec.msgpack.encode(node) == data
     assert shown(found) == shown(tensors)
     assert shown(maybe_value(msgspec.msgpack.decode(data), tensors)) == shown(value)
 
@@ -156,7 +160,8 @@ def test_limits_are_for_the_walk_to_judge(limits, value):
 
 ARGUMENTS = ("args", "kwargs")
 common = [(None, "result"), (ONE, "result"), (((ONE,), {}), "result")]
-common += [(((ONE,) * n, {}), ARGUMENTS) for n in range(5)]
+common += [((tuple(torch.ones(1) for _ in range(n)), {}), ARGUMENTS) for n in range(5)]
+common += [(((ONE,) * n, {}), ARGUMENTS) for n in (2, 5)]
 others = [((), "result"), ((ONE,), "result")]
 others += [((args, {}), ARGUMENTS) for args in [(None,), (ONE, 1), ((),)]]
 others += [(((ONE,), {"a": 1}), ARGUMENTS)]

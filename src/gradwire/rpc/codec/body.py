@@ -140,6 +140,8 @@ class BodyCodec:
         else:
             (tensors, named), known = value, self._calls  # type: ignore[misc]
         data = None if named else known.get((*map(type, tensors),))
+        if data is not None and len(tensors) > 1 and _has_one_twice(tensors):
+            data = None
         try:
             if data is None and self._fast_bytes >= 0:
                 node = maybe_node(value, tensors := [])
@@ -386,9 +388,15 @@ def maybe_node(value: object, tensors: list[Tensor]) -> object:
             row.append(one)
         else:
             return WALK
+    if len(tensors) > 1 and _has_one_twice(tensors):
+        return WALK
     if is_call:
         return [TUPLE, row, [DICT]]
     return row if values is value else row[1]
+
+
+def _has_one_twice(tensors: Sequence[Tensor]) -> bool:
+    return len({*map(id, tensors)}) != len(tensors)
 
 
 def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:

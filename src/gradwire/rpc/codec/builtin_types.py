@@ -81,8 +81,14 @@ def _decode_set(walk: Decoder, node: Node) -> set[object]:
 
 
 def tensor_node(walk: Encoder, value: Tensor) -> Node:
-    """Add a tensor to the list, once for each time it appears: aliasing is not kept."""
-    tensors = walk.tensors
+    """Add a tensor to the list; the second time it appears, name it again.
+
+    It arrives as one object, as in one process. Views of one memory are tensors of their own.
+    """
+    places, tensors = walk.places, walk.tensors
+    if (known := places.get(id(value))) is not None:
+        return [Tag.SAME_TENSOR, known]
+    places[id(value)] = len(tensors)
     tensors.append(value)
     return [Tag.TENSOR, len(tensors) - 1]
 
@@ -191,6 +197,7 @@ DECODERS: dict[int, TypeDecoder] = {
     Tag.SET: _decode_set,
     Tag.FROZENSET: lambda walk, node: frozenset(_decode_set(walk, node)),
     Tag.TENSOR: lambda walk, node: walk.tensor(*node[1:]),
+    Tag.SAME_TENSOR: lambda walk, node: walk.same_tensor(*node[1:]),
     Tag.BIG_INT: lambda _, node: int.from_bytes(_data_of(node), "little", signed=True),
     Tag.COMPLEX: lambda _, node: _complex_of(*node),
     Tag.SLICE: lambda walk, node: _slice_of(*walk.children(node)),

@@ -128,7 +128,7 @@ class Codec:
             return None
 
         def find(walk: Encoder, tensor: Tensor) -> Node:
-            if len(walk.tensors) == index:
+            if len(walk.tensors) == index and id(tensor) not in walk.places:
                 raise NotSerializable
             return builtin_types.tensor_node(walk, tensor)
 

@@ -45,7 +45,7 @@ class Tag:
     NAMED, ENUM, NAMED_TUPLE, DATACLASS, RETURN_TYPE, PARTS, REGISTERED, PICKLED = range(19, 27)
     RECORDS, DATE, TIME, DATETIME, TIMEDELTA, TIMEZONE, ZONE, PATH, DECIMAL = range(27, 36)
     FRACTION, UUID, DEFAULT_DICT, COUNTER, DEQUE, NAMESPACE, MEMORY = range(36, 43)
-    EXCEPTION, WORKER_INFO = range(43, 45)
+    EXCEPTION, WORKER_INFO, SAME_TENSOR = range(43, 46)
 
 
 class Encoded(NamedTuple):
@@ -64,7 +64,16 @@ class Encoded(NamedTuple):
 class Encoder:
     """Makes a skeleton and a list of tensors of one value."""
 
-    __slots__ = ("_depth", "_encoders", "_find_encoder", "_left", "_names", "copies", "tensors")
+    __slots__ = (
+        "_depth",
+        "_encoders",
+        "_find_encoder",
+        "_left",
+        "_names",
+        "copies",
+        "places",
+        "tensors",
+    )
 
     def __init__(
         self,
@@ -74,6 +83,8 @@ class Encoder:
         depth: int,
     ) -> None:
         self.tensors: list[Tensor] = []
+        self.places: dict[int, int] = {}
+        """by the id of a tensor, its index in `tensors`, which keeps it alive"""
         self.copies = 0
         self._encoders, self._find_encoder, self._names = encoders, find_encoder, names
         self._depth = self._left = depth
@@ -172,6 +183,13 @@ class Decoder:
             )
         self._next += 1
         return self._tensors[self._next - 1]
+
+    def same_tensor(self, index: object) -> Tensor:
+        """A tensor that was named before."""
+        place = exactly(index, int)
+        if not 0 <= place < self._next:
+            raise BadMessage(f"an encoded value names tensor {place} again, which has not come")
+        return self._tensors[place]
 
     def lookup(self, name: object) -> object:
         """The function or class of that name; raises NotExposed."""
