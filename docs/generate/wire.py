@@ -138,6 +138,8 @@ _KIND_WORDS = {
     "EXCEPTION": "an exception that is a value; one that is raised is a `Failure`",
     "WORKER_INFO": "a WorkerInfo",
     "SAME_TENSOR": "a tensor that was named before, by its index",
+    "SUBCLASS": "an instance of an exposed subclass of dict, list, tuple, str or Tensor",
+    "GENERATOR": "a torch.Generator on the CPU, as its state",
     "UUID": "a UUID",
     "PICKLED": "a pickle and its tensors; refused unless `Options.pickle` is set where it arrives",
 }

@@ -38,6 +38,14 @@ class Record:
     items: object = ()
 
 
+class Row(list):
+    """A subclass."""
+
+    def total(self) -> object:
+        """A method, which no attribute may replace."""
+        return sum(self)
+
+
 class Money:
     """Has a codec."""
 

@@ -278,6 +278,7 @@ def values() -> list[object]:
         ],
         [ValueError(1), OSError(2, "no"), ExceptionGroup("g", [KeyError("k")])],
         [np.zeros(1, "u1, i2, (2,)u1, S1")],
+        [exposed.Row([1, (2,)]), torch.Generator()],
         [twice := torch.ones(2, 2), {"again": twice}],
     ]
 

@@ -438,7 +438,7 @@ def test_a_tag_that_is_not_free_is_our_own_bug(tag, why):
 
 
 def test_tags_are_never_shared():
-    own = {Tag.PICKLED: None, Tag.EXCEPTION: None}
+    own = {Tag.PICKLED: None, Tag.EXCEPTION: None, Tag.SUBCLASS: None}
     tables = (
         builtin_types.DECODERS,
         numpy_types.DECODERS,
@@ -492,16 +492,29 @@ def test_what_is_not_data_is_refused_by_its_type(codec, value, what):
     ("value", "base"),
     [
         (type("MyInt", (int,), {})(3), "int"),
-        (type("MyStr", (str,), {})("a"), "str"),
-        (ListLike(), "list"),
         (np.zeros((2, 2)).view(np.matrix), "ndarray"),
-        (torch.ones(1).as_subclass(type("Mine", (torch.Tensor,), {})), "Tensor"),
         (nn.UninitializedParameter(), "Tensor"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_subclass_is_refused_rather_than_changed(codec, value, base):
     assert refused(codec, value).hint.startswith(f"send it as a plain {base}, give its class a c")
+
+
+@pytest.mark.parametrize(
+    ("value", "base"),
+    [
+        (type("MyStr", (str,), {})("a"), "str"),
+        (type("MyDict", (dict,), {})(), "dict"),
+        (torch.ones(1).as_subclass(type("Mine", (torch.Tensor,), {})), "Tensor"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_subclass_that_has_no_name_is_refused(codec, value, base):
+    refusal = refused(codec, value)
+
+    assert refusal.message.endswith("is not exposed")
+    assert refusal.hint.endswith(f"; or send it as a plain {base}")
 
 
 def test_an_unknown_type_is_refused_the_second_time_too(codec):

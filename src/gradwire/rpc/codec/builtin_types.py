@@ -93,6 +93,23 @@ def tensor_node(walk: Encoder, value: Tensor) -> Node:
     return [Tag.TENSOR, len(tensors) - 1]
 
 
+def _encode_generator(walk: Encoder, value: torch.Generator) -> object:
+    if value.device.type != "cpu":
+        raise NotSerializable(
+            f"a generator on {value.device} cannot be serialized",
+            hint="send its get_state(), and set_state() it there",
+        )
+    _, index = tensor_node(walk, value.get_state())
+    return [Tag.GENERATOR, index]
+
+
+def _decode_generator(walk: Decoder, node: Node) -> object:
+    _, index = node
+    generator = torch.Generator()
+    generator.set_state(walk.tensor(index))  # checks its type, its size and what it says
+    return generator
+
+
 def _encode_int(_: Encoder, value: int) -> object:
     if -(1 << 63) <= value < 1 << 64:
         return value
@@ -186,6 +203,7 @@ ENCODERS: dict[type, TypeEncoder] = {
     bytearray: lambda _, value: [Tag.BYTEARRAY, bytes(value)],
     OrderedDict: _encode_ordered_dict,
     torch.device: lambda _, value: [Tag.DEVICE, str(value)],
+    torch.Generator: _encode_generator,
     torch.Size: lambda _, value: [Tag.SIZE, *value],
     **dict.fromkeys(_CONSTANT_TYPES, lambda _, value: [Tag.TORCH_CONSTANT, str(value)]),
 }
@@ -209,4 +227,5 @@ DECODERS: dict[int, TypeDecoder] = {
     Tag.TORCH_CONSTANT: _decode_torch_constant,
     Tag.DEVICE: _decode_device,
     Tag.SIZE: _decode_size,
+    Tag.GENERATOR: _decode_generator,
 }

@@ -21,7 +21,13 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
-from gradwire.rpc.codec import builtin_types, named_types, numpy_types, standard_types
+from gradwire.rpc.codec import (
+    builtin_types,
+    named_types,
+    numpy_types,
+    standard_types,
+    subclass_types,
+)
 from gradwire.rpc.codec.exception_values import decode_exception, encode_exception
 from gradwire.rpc.codec.pickle_codec import PickleCodec
 from gradwire.rpc.codec.walk import (
@@ -85,6 +91,7 @@ class Codec:
         self._decoders = builtin_types.DECODERS | numpy_types.DECODERS | named_types.DECODERS
         self._decoders |= standard_types.DECODERS
         self._decoders[Tag.EXCEPTION] = decode_exception
+        self._decoders[Tag.SUBCLASS] = subclass_types.decode_subclass
         self._decoders[Tag.PICKLED] = self._decode_fallback
         self._extended: list[type] = []
 
@@ -172,9 +179,10 @@ class Codec:
         if encoder is None and any(issubclass(kind, kinds) for kinds, *_ in _NEVER_SENT):
             encoder = _refuse
         if encoder is None:
-            if self._fallback is None:
+            if self._fallback is not None:
+                encoder = self._encode_fallback  # exact for any class
+            elif (encoder := subclass_types.maybe_encoder(kind)) is None:
                 raise _refused_type(kind)
-            encoder = self._encode_fallback
         self._encoders[kind] = encoder
         return encoder
 

@@ -160,7 +160,7 @@ def _values_of_fields(walk: Decoder, node: Node, kind: type) -> list[object]:
 def _encode_dataclass(walk: Encoder, value: object) -> object:
     kind = type(value)
     names = _fields_of(kind)
-    _refuse_more(kind, _attributes_of(value) - set(names))
+    _refuse_more(kind, attributes_of(value) - set(names))
     missing = [name for name in names if not hasattr(value, name)]
     if missing:
         raise NotSerializable(
@@ -185,7 +185,7 @@ def _is_made_of_fields(kind: type) -> bool:
     return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE) is object
 
 
-def _attributes_of(value: object) -> set[str]:
+def attributes_of(value: object) -> set[str]:
     """The attributes of an instance that are not computed, in its dict or in a slot of a class."""
     slots, computed = set[str](), set[str]()
     for base in type(value).__mro__:
