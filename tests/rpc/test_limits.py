@@ -31,7 +31,16 @@ from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import Body, Call
 from gradwire.testing import cluster
 from gradwire.transport.memory import MemoryNetwork
-from gradwire.wire.message import Frame, Kinds, check_arrived, encode, has_more_than, kind_of
+from gradwire.wire.message import (
+    Frame,
+    Kinds,
+    check_arrived,
+    decode_prefix,
+    encode,
+    encode_prefix,
+    has_more_than,
+    kind_of,
+)
 from gradwire.wire.tensor import TensorHeader, decode_tensors, encode_tensors
 from tests.gates import GATES
 from tests.leftovers import assert_nothing_left, eventually
@@ -451,3 +460,31 @@ def test_connections_of_one_peer_are_limited():
         with pytest.raises(OverLimit, match=r"w1 has 2 connections(.|\n)*Limits\(connections=…\)"):
             connections._use(1, MemoryNetwork().pair()[0])
         assert workers[0].run(gradwire.rpc_sync, "w1", echo, (1,)) == 1
+
+
+FRAME = encode_prefix(Frame(1, 0, 0, b"head", [b"payload"]))
+ENCODED = Codec(Registry(), Limits()).encode([[1, 2, 3]]).data
+TOO_MUCH = {
+    "head": lambda limits: decode_prefix(FRAME, limits),
+    "payload": lambda limits: decode_prefix(FRAME, limits),
+    "tensors": lambda limits: decode_tensors([TensorHeader(6, ())] * 2, None, limits),
+    "dimensions": lambda limits: decode_tensors([TensorHeader(6, (1, 1))], None, limits),
+    "depth": lambda limits: Codec(Registry(), limits).decode(ENCODED, []),
+    "elements": lambda limits: Codec(Registry(), limits).decode(ENCODED, []),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_an_error_over_a_limit_names_the_limit_and_how_to_raise_it(name):
+    with pytest.raises(OverLimit) as caught:
+        TOO_MUCH[name](Limits(**{name: 1}))
+
+    assert f"raise Limits({name}=…)" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["head", "depth", "elements"])
+def test_a_refusal_to_send_too_much_names_the_limit_and_how_to_raise_it(name):
+    with pytest.raises(NotSerializable) as caught:
+        Codec(Registry(), Limits(**{name: 1})).encode([[1, 2, 3]])
+
+    assert f"raise Limits({name}=…)" in caught.value.hint

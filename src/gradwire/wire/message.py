@@ -158,9 +158,11 @@ def decode_prefix(
     if flags & ~known_flags:
         raise BadMessage(f"a frame has unknown flags {flags & ~known_flags:#06x}")
     if head > limits.head:
-        raise OverLimit(f"a message head of {head} bytes is over the limit of {limits.head}")
+        why = f"a message head of {head} bytes is over the limit of {limits.head}"
+        raise OverLimit(why, hint=raise_limit("head"))
     if payload > limits.payload:
-        raise OverLimit(f"a payload of {payload} bytes is over the limit of {limits.payload}")
+        why = f"a payload of {payload} bytes is over the limit of {limits.payload}"
+        raise OverLimit(why, hint=raise_limit("payload"))
     return prefix
 
 
@@ -266,6 +268,11 @@ def has_more_than(data: Buffer, most: int) -> bool:
             step = 1 + width + beside + length
         place += step
     return False
+
+
+def raise_limit(name: str) -> str:
+    """The hint of an error about what a peer sent."""
+    return f"send less at once, or raise Limits({name}=…) where it was refused"
 
 
 def check_arrived(data: Buffer, most: int) -> None:

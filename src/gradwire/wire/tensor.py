@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from gradwire.errors import BadMessage, NotSerializable, OverLimit
 from gradwire.options import Limits
-from gradwire.wire.message import ALIGNMENT, Buffer
+from gradwire.wire.message import ALIGNMENT, Buffer, raise_limit
 
 REQUIRES_GRAD = 1
 INFERENCE = 2
@@ -196,9 +196,11 @@ def decode_tensors(
     hot: every message with tensors
     """
     if len(headers) > limits.tensors:
-        raise OverLimit(f"{len(headers)} tensors are over the limit of {limits.tensors}")
+        why = f"{len(headers)} tensors are over the limit of {limits.tensors}"
+        raise OverLimit(why, hint=raise_limit("tensors"))
     if limits.dimensions < _MAX_DIMS and any(len(h.shape) > limits.dimensions for h in headers):
-        raise OverLimit(f"a tensor has more than {limits.dimensions} dimensions, the limit")
+        why = f"a tensor has more than {limits.dimensions} dimensions, the limit"
+        raise OverLimit(why, hint=raise_limit("dimensions"))
     block, inference = _Block(payload), torch.is_inference_mode_enabled()
     tensors: list[Tensor] = []
     for header in headers:

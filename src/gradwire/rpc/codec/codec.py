@@ -125,7 +125,7 @@ class Codec:
         if len(data) > self._limits.head:
             raise NotSerializable(
                 f"{len(data)} bytes besides tensors are over the limit of {self._limits.head}",
-                hint="send them as a tensor or a numpy array, or raise Limits.head",
+                hint="send them as a tensor or a numpy array, or raise Limits(head=…) on both ends",
             )
         return Encoded(data, walk.tensors, walk.copies)
 

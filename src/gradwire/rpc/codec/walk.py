@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwire.errors import BadMessage, NotExposed, NotSerializable, OverLimit
 from gradwire.rpc.expose.names import exception_name
 from gradwire.rpc.expose.registry import Registry
+from gradwire.wire.message import raise_limit
 
 Node = list[object]
 TypeEncoder = Callable[["Encoder", Any], object]
@@ -104,7 +105,7 @@ class Encoder:
         if not self._left:
             raise NotSerializable(
                 f"containers are nested deeper than {self._depth}",
-                hint="no container may hold itself; otherwise flatten it or raise Limits.depth",
+                hint="no container may hold itself; otherwise flatten it or raise Limits(depth=…)",
             )
         self._left -= 1
         first = len(node)
@@ -167,7 +168,8 @@ class Decoder:
     def children(self, node: Node, first: int = 1) -> list[object]:
         """The values inside a node, from its element `first` on."""
         if not self._left:
-            raise OverLimit("an encoded value is nested deeper than the limit")
+            why = "an encoded value is nested deeper than the limit"
+            raise OverLimit(why, hint=raise_limit("depth"))
         self._left -= 1
         value = self.value
         values = [child if type(child) in LEAVES else value(child) for child in node[first:]]
