@@ -140,6 +140,7 @@ _KIND_WORDS = {
     "SAME_TENSOR": "a tensor that was named before, by its index",
     "SUBCLASS": "an instance of an exposed subclass of dict, list, tuple, str or Tensor",
     "GENERATOR": "a torch.Generator on the CPU, as its state",
+    "DISTRIBUTION": "a distribution or transform of torch, by its attributes",
     "UUID": "a UUID",
     "PICKLED": "a pickle and its tensors; refused unless `Options.pickle` is set where it arrives",
 }

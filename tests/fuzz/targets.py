@@ -278,7 +278,7 @@ def values() -> list[object]:
         ],
         [ValueError(1), OSError(2, "no"), ExceptionGroup("g", [KeyError("k")])],
         [np.zeros(1, "u1, i2, (2,)u1, S1")],
-        [exposed.Row([1, (2,)]), torch.Generator()],
+        [exposed.Row([1, (2,)]), torch.Generator(), torch.distributions.LogNormal(0.0, 1.0)],
         [twice := torch.ones(2, 2), {"again": twice}],
     ]
 

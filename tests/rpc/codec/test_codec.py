@@ -438,7 +438,7 @@ def test_a_tag_that_is_not_free_is_our_own_bug(tag, why):
 
 
 def test_tags_are_never_shared():
-    own = {Tag.PICKLED: None, Tag.EXCEPTION: None, Tag.SUBCLASS: None}
+    own = {Tag.PICKLED: None, Tag.EXCEPTION: None, Tag.SUBCLASS: None, Tag.DISTRIBUTION: None}
     tables = (
         builtin_types.DECODERS,
         numpy_types.DECODERS,

@@ -23,6 +23,7 @@ from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.options import Limits
 from gradwire.rpc.codec import (
     builtin_types,
+    distribution_types,
     named_types,
     numpy_types,
     standard_types,
@@ -92,6 +93,7 @@ class Codec:
         self._decoders |= standard_types.DECODERS
         self._decoders[Tag.EXCEPTION] = decode_exception
         self._decoders[Tag.SUBCLASS] = subclass_types.decode_subclass
+        self._decoders[Tag.DISTRIBUTION] = distribution_types.decode_distribution
         self._decoders[Tag.PICKLED] = self._decode_fallback
         self._extended: list[type] = []
 
@@ -174,6 +176,7 @@ class Codec:
 
     def _find_encoder(self, kind: type) -> TypeEncoder:
         encoder = named_types.maybe_encoder(kind) or standard_types.ENCODERS.get(kind)
+        encoder = encoder or distribution_types.maybe_encoder(kind)
         if encoder is None and issubclass(kind, BaseException):
             encoder = encode_exception
         if encoder is None and any(issubclass(kind, kinds) for kinds, *_ in _NEVER_SENT):
