@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.errors import BadMessage, NotSerializable, OverLimit
-from gradwire.events import Events
 from gradwire.options import Limits
 from gradwire.rpc.behavior import NATIVE
 from gradwire.rpc.codec.body import WALK, BodyCodec, maybe_node, maybe_value
@@ -45,10 +43,6 @@ calls = st.tuples(rows, st.just({}))
 
 def bodies_within(limits):
     engine = SimpleNamespace(
-        limits=limits,
-        devices=None,
-        releases=SimpleNamespace(riding_to=lambda _: []),
-        events=Events(time.monotonic),
         events=SimpleNamespace(record=None),
         limits=limits,
         devices=None,

@@ -14,7 +14,6 @@ import math
 import traceback
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -260,7 +259,7 @@ class Future(torch.futures.Future[T]):
         if not promise.settled:
             self._is_waited_for = True
             for part in self._parts:  # these read the channels
-                part._await()
+                part._await(until)
             agent, callee = self._environment.agent, self._callee
             peer = agent.directory.me.id if callee is None else callee
             if until == math.inf:
@@ -438,37 +437,6 @@ class Future(torch.futures.Future[T]):
                     raise
 
 
-def future_of_all(
-    parts: Sequence[Future[Any]], joined: Callable[[list[Any]], list[Any]], what: str
-) -> Future[list[Any]]:
-    """The future of several calls: of what `joined` makes of their values and exceptions."""
-    promise: Promise[None] = Promise()
-    pendings, left = [part._pending for part in parts], deque(parts)
-
-    def unpack(_: None) -> DecodedBody:
-        return DecodedBody(joined(list(map(_value_or_error, pendings))), handoff=hand_over)
-
-    def hand_over() -> None:  # each thread that takes the values goes above the depth of each
-        for pending in pendings:
-            pending.value()
-
-    def part_settled(_: object) -> None:
-        left.pop()
-        if not left:
-            promise.settle(None)
-
-    for part in parts:
-        part._promise.on_settled(part_settled)
-    pending: PendingResult[list[Any]] = PendingResult(promise, unpack, lambda: what)
-    return Future(pending, parts[0]._environment, None, parts)
-
-
-def _value_or_error(pending: PendingResult[T]) -> T | Exception:
-    """The value, or the exception in its place, without its frames."""
-    try:
-        return pending.value()
-    except Exception as error:
-        return error.with_traceback(None)
 class Behind(NamedTuple):
     """What code that waits for several futures needs of one."""
 

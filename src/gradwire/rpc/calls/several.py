@@ -46,7 +46,7 @@ def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator
     WaitTimeout if one is not done so many seconds after this was called; the calls go on. Futures
     of torch may be among them.
     """
-    group = Group(_checked(futures), timeout)
+    group = Awaited(_checked(futures), timeout)
 
     def in_order() -> Iterator[F]:
         try:
@@ -75,7 +75,7 @@ def wait(
             hint="they are constants of concurrent.futures",
         )
     given = _checked(futures)
-    group, done = Group(given, timeout), set[AnyFuture]()
+    group, done = Awaited(given, timeout), set[AnyFuture]()
     try:
         with waiting():
             group.listen()
@@ -92,7 +92,7 @@ def wait(
 
 
 @final
-class Group:
+class Awaited:
     """Futures that one thread waits for together; `close` ends it."""
 
     def __init__(self, futures: list[AnyFuture], timeout: float | None) -> None:

@@ -32,11 +32,11 @@ from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.codec.codec import Codec, from_msgpack, malformed, to_msgpack
 from gradwire.rpc.codec.pickle_codec import PickleCodec
+from gradwire.rpc.codec.transforms import check_not_transformed
 from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Place, Tag
 from gradwire.rpc.messages import Body, Reference
 from gradwire.rpc.refs.message_refs import MessageRefs
 from gradwire.rpc.refs.refs import Refs
-from gradwire.torch_private import has_tangent, is_inside_transform, wrapped_by_transform
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
     REQUIRES_GRAD,
@@ -210,13 +210,7 @@ class BodyCodec:
     ) -> EncodedBody:
         if not tensors:
             return EncodedBody(Body(data, [], [], references, self._riding_to(to)), ())
-        if is_inside_transform():
-            _check_not_wrapped(tensors)
-        if has_tangent(tensors):
-            raise NotSerializable(
-                "a tensor with a forward-mode tangent, which does not cross workers",
-                hint="differentiate in reverse, or leave dual_level() before the call",
-            )
+        check_not_transformed(tensors)
         began = 0.0 if (record := self._events.record) is None else self._events.now()
         is_call = place != "result"  # for a result there is no line of the user's program
         if device_map is None and are_on_cpu(tensors):
@@ -343,16 +337,6 @@ class BodyCodec:
             decode = partial(self._codec.decode_node, node, tensors)
         with came or self._refs.unpacking((), -1):  # empty: hides those of an outer message
             return decode()
-
-
-def _check_not_wrapped(tensors: Sequence[Tensor]) -> None:
-    """The memory of a wrapper does not hold its values: a functionalized one's is garbage."""
-    if (wrapped := wrapped_by_transform(tensors)) is not None:
-        raise NotSerializable(
-            "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
-            place=f"tensors[{wrapped}]",
-            hint="use the transform inside the function that is called, not around the call",
-        )
 
 
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:

@@ -15,7 +15,8 @@ from gradwire.agent.peers.directory import Directory, WorkerInfo
 from gradwire.errors import GradwireError, PeerLost, RemoteError, UsageError
 from gradwire.ids import WorkerId
 from gradwire.rpc.calls.client import Target, display_name
-from gradwire.rpc.calls.futures import Future, future_of_all
+from gradwire.rpc.calls.futures import Future
+from gradwire.rpc.calls.joined import future_of_all
 from gradwire.rpc.groups.group import Group
 from gradwire.rpc.retry import can_repeat
 from gradwire.rpc.rref import RRef
