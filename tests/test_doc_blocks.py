@@ -156,6 +156,22 @@ def restore(attempt): ...
 load_checkpoint = restore
 """
 
+STREAMS = """
+def batches(n, weight):
+    for i in range(n):
+        yield torch.full((4,), float(i)) * weight
+
+weight = torch.ones(4, requires_grad=True)
+
+class Counter:
+    def __init__(self, value=0):
+        self.value = value
+
+    def add(self, n):
+        self.value += n
+        return self.value
+"""
+
 TRAINED = """
 model = build_model()
 optimizer = gradwire.DistributedOptimizer(torch.optim.Adam, model.remote_parameters())
@@ -167,6 +183,7 @@ PAGES = {
     f"{GUIDE}restarts.md": IMPORTS + TRAINING,
     f"{GUIDE}failures.md": "import gradwire\nimport torch\n",
     f"{GUIDE}seeing.md": "import gradwire\nimport torch\n",
+    f"{GUIDE}streams-and-actors.md": IMPORTS + STREAMS,
     "docs/reference.md": IMPORTS + MODEL + TRAINING,
 }
 """what a module of the reader's has by then"""
@@ -236,6 +253,12 @@ NEEDS = {
 AFTER = {
     ("docs/concepts/groups.md", 'trainers = gradwire.group("trainers", ["w0", "w1"])'): (
         "assert gradwire.rpc_sync(trainers, train) == [[0.0, 1.0], [0.0, 1.0]]\n"
+    ),
+    (f"{GUIDE}streams-and-actors.md", "def batches(n, weight):"): (
+        "assert len(list(gradwire.stream('w1', batches, args=(3, weight)))) == 3\n"
+    ),
+    (f"{GUIDE}streams-and-actors.md", "async def through(x):"): (
+        "gradwire.rpc_sync('w1', through, args=(torch.ones(2),))\n"
     ),
     (f"{GUIDE}restarts.md", "def restore(attempt):"): "restore(None)\n",
     (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "src" / "gradwire"
 
-STAND_INS = {"Event", "RemoteModule"}
+STAND_INS = {"Event", "RemoteModule", "Stream"}
 """These stand for a class of Python's or torch's that has the same name."""
 
 

@@ -254,7 +254,8 @@ def _values() -> str:
     rows.append(
         (
             f"{first} to {end - 1}",
-            f"extensions; {first} is a reference, {first + 1} one that is lent",
+            f"extensions; {first} is a reference, {first + 1} one that is lent, "
+            f"{first + 2} an actor",
         )
     )
     return f"{_VALUES}\n{table(('tag', 'kind'), rows)}\n"

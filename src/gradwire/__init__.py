@@ -36,6 +36,8 @@ from gradwire.nn.remote_module import RemoteModule
 from gradwire.optim.clip import clip_grad_norm_
 from gradwire.optim.optimizer import DistributedOptimizer
 from gradwire.options import Limits, Options, Timeouts, Tls
+from gradwire.rpc.actors.actor import Actor
+from gradwire.rpc.actors.lookup import actor, lookup
 from gradwire.rpc.api import (
     get_worker_info,
     get_worker_infos,
@@ -56,6 +58,7 @@ from gradwire.rpc.groups.collective import all_gather, barrier
 from gradwire.rpc.groups.group import Group, group
 from gradwire.rpc.retry import idempotent, retrying
 from gradwire.rpc.rref import RRef
+from gradwire.rpc.streams.stream import Stream, stream
 from gradwire.seeing.graph import graph
 from gradwire.seeing.graph_picture import Graph
 from gradwire.seeing.page import Page, serve_page
@@ -91,6 +94,8 @@ __all__ = [  # in the order one learns them
     "wait",
     "Waited",
     "async_execution",
+    "stream",
+    "Stream",
     "expose",
     "register_codec",
     "get_worker_info",
@@ -100,6 +105,9 @@ __all__ = [  # in the order one learns them
     # keep something elsewhere
     "remote",
     "RRef",
+    "actor",
+    "Actor",
+    "lookup",
     "RemoteModule",
     # differentiate through all of it
     "context",

@@ -550,3 +550,48 @@ def edges_alive() -> dict[str, int]:
 
 def peak_megabytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+# -- streams
+
+
+def powers(x, n):
+    """x, x², …; says in `_kept` that it has ended."""
+    try:
+        y = x
+        for _ in range(n):
+            yield y
+            y = y * x
+    finally:
+        _kept["powers"] = "ended"
+
+
+def numbers(n):
+    yield from range(n)
+
+
+def powers_have_ended():
+    return _kept.get("powers") == "ended"
+
+
+async def awaited(x, to):
+    return 2 * await gradwire.rpc_async(to, torch.sin, args=(x,))
+
+
+class Weight:
+    """An actor with a parameter."""
+
+    def __init__(self, value):
+        self.weight = torch.nn.Parameter(torch.tensor(value))
+        self.calls = []
+
+    def scale(self, x, n):
+        self.calls.append(n)
+        return self.weight * x
+
+    def seen(self):
+        return self.calls, self.weight.grad
+
+
+def scale_by_name(x, n):
+    return gradwire.lookup("weight", timeout=20).rpc_sync().scale(x, n)

@@ -82,13 +82,13 @@ class Agent:
         self.limits, me = options.limits, directory.me.name
         self.kinds = Kinds([Failure, Done], self.limits.elements)
         self.dispatch = Dispatch(self.kinds, me, options, self.failed, events)
-        self.handle = self.dispatch.handle
         self.timer = Timer(f"gradwire {me} timer", clock)
         self._connections = self.connections = connections
         self._channels_to, self.read_some = connections.channels.get, connections.read_some
         self.describe = partial(describe, worker=me, name_of=name_of)
         self.revive = partial(revive, type_of=type_of)
         self._closing, self._calls, self.ends = threading.Lock(), RequestTable(), Ends()
+        self.handle, self.since = self.dispatch.handle, self._calls.since
         self.window = PeerLimit("in_flight", self.limits.in_flight, one_may_exceed=True)
         """the bytes of calls without an answer: what leaves the table of requests is uncounted"""
         locks = (self.timer.lock, self.dispatch.user.lock, self.dispatch.service.lock)
@@ -102,7 +102,7 @@ class Agent:
         self._heartbeat = Heartbeat(*beside)
         self.silence_of, self.silences = self._heartbeat.silence_of, self._heartbeat.silences
         self._cancels = Cancels(directory, self._calls, self._settle, self.dispatch, clock, events)
-        self.cancel, self.since = self._cancels.cancel, self._calls.since
+        self.cancel, self.stop_serving = self._cancels.cancel, self._cancels.stop
         call_after_fork(self)
 
     def start(self, contexts_opened: Callable[[], int]) -> None:

@@ -148,3 +148,12 @@ def check_scalar_root(root: torch.Tensor) -> None:
             "a root does not have a valid gradient function.",
             hint="a leaf has nothing to differentiate: pass what was computed from it",
         )
+
+
+def checked_tensor(value: object) -> torch.Tensor:
+    """The value of a reference, if it is a tensor, at which backward can begin."""
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(
+            f"RRef should contain a tensor for .backward(), but holds a {type(value).__name__}"
+        )
+    return value

@@ -27,6 +27,7 @@ from gradwire.options import (
     place_from_environment,
     rank_and_size_from_environment,
 )
+from gradwire.rpc.actors.names import check_name, name_value
 from gradwire.rpc.calls.client import Make, Target
 from gradwire.rpc.calls.futures import Future
 from gradwire.rpc.codec.encoded_once import EncodedOnce
@@ -275,6 +276,7 @@ def remote(
     timeout: Timeout = DEFAULT,
     *,
     device_map: Mapping[Any, Any] | None = None,
+    name: str | None = None,
 ) -> RRef[T]: ...
 
 
@@ -298,16 +300,26 @@ def remote(
     timeout: Timeout = DEFAULT,
     *,
     device_map: Mapping[Any, Any] | None = None,
+    name: str | None = None,
 ) -> Any:
     """Run `func` on another worker, which keeps the result; return a reference to it at once.
 
-    Using the reference raises what `func` raised. To several workers: a list of references.
+    Using the reference raises what `func` raised. To several workers: a list of references. With a
+    `name`, every worker finds the value by `lookup` as long as there is a reference to it, and this
+    waits until the owner has the name.
     """
+    if name is not None:
+        check_name(name)
     if type(to) is not str and isinstance(to, KINDS):
+        if name is not None:
+            raise UsageError(f"the name {name!r} is for one value, on one worker")
         calls = _prepared_for_all(to, func, args, kwargs, timeout, device_map)
         return keep_on_each(calls, _kept)
     worker, number, target, deadline = _prepared(to, func, args, kwargs, timeout, device_map)
-    return _kept(worker, number, target, deadline)
+    rref = _kept(worker, number, target, deadline)
+    if name is not None:
+        name_value(name, rref, timeout=timeout)
+    return rref
 
 
 def _kept(worker: Worker, number: WorkerId, target: Target, deadline: float) -> RRef[Any]:

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 
 from gradwire.agent.peers.directory import WorkerInfo
-from gradwire.autograd.api import backward
+from gradwire.autograd.api import backward, checked_tensor
 from gradwire.current import current_worker
 from gradwire.errors import UsageError
 from gradwire.ids import ContextId
 from gradwire.options import DEFAULT, Timeout
+from gradwire.rpc.actors.messages import ActorCall
 from gradwire.rpc.calls.client import Target
-from gradwire.rpc.calls.server import checked_tensor
 from gradwire.rpc.refs.handles_state import RefHandle
 from gradwire.rpc.refs.refs import Value
 
@@ -153,12 +154,15 @@ class MethodProxy:
     _call: Callable[[int, Target, float], Any]
     _timeout: Timeout
     _waits: bool = False
+    _most: int = 0
+    """of an actor: how many of its methods may run at a time"""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             rref = self._rref
             first = rref._lent() if self._waits else rref
-            target = Target(f".{name}", (first, *args), kwargs)
+            wrap = partial(ActorCall, rref.handle.ref, self._most) if self._most else None
+            target = Target(f".{name}", (first, *args), kwargs, wrap=wrap)
             return self._call(rref.handle.owner, target, rref._home.deadline(self._timeout))
 
         method.__name__ = name

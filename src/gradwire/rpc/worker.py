@@ -37,8 +37,10 @@ from gradwire.errors import DeadlinePassed, RefLeakWarning, UsageError
 from gradwire.events import Events
 from gradwire.ids import WorkerId
 from gradwire.options import Options
+from gradwire.rpc.actors.actor import Actor, unpacked_actor
 from gradwire.rpc.behavior import NATIVE, Behavior
 from gradwire.rpc.calls.client import Calls
+from gradwire.rpc.calls.event_loop import EventLoop
 from gradwire.rpc.calls.server import CallScope, CallServer
 from gradwire.rpc.codec.body import BodyCodec
 from gradwire.rpc.codec.codec import Codec
@@ -53,6 +55,7 @@ from gradwire.transport.base import Listener
 
 _RREF_TAG = 64
 _LENT_TAG = 65
+_ACTOR_TAG = 66
 _CLOSE_SECONDS = 1.0
 """How long shutdown waits for functions that still run, before it abandons their threads."""
 _log = logging.getLogger("gradwire")
@@ -153,10 +156,12 @@ class Worker:
         reference = behavior.reference or RRef
         self.refs: Refs = Refs(agent, partial(reference._of, self))
         codec = self._codec(registry, reference)
-        bodies = BodyCodec(codec, self.engine, self.refs, behavior)
+        bodies = self.bodies = BodyCodec(codec, self.engine, self.refs, behavior)
         maps = options.device_maps
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, maps)
         self.server = CallServer(self, bodies, registry)
+        if not behavior.pickle:
+            self.server.begin_task = self.part(EventLoop).begin
         for part in (*behavior.parts, *_served_everywhere):
             self.part(part)
         agent.start(lambda: self.engine.contexts.opened)
@@ -172,6 +177,7 @@ class Worker:
         for codec in (data, pickles):
             if codec is not None:
                 codec.extend(reference, _RREF_TAG, reference._pack, refs.unpacked)
+                codec.extend(Actor, _ACTOR_TAG, Actor._pack, partial(unpacked_actor, self))
                 codec.extend(LentRef, _LENT_TAG, LentRef.pack, refs.borrowed)
         return pickles if behavior.pickle and pickles is not None else data
 
@@ -278,6 +284,7 @@ class Worker:
         self._graceful_shutdown.close()  # first: it tries again on threads that the agent joins
         self.engine.stop(f"{self.name} was shut down")
         stuck = self.agent.close("shutdown() was called", seconds)
+        self.part(EventLoop).close()
         self.devices.close()
         self.refs.close()
         self.store = None
@@ -289,7 +296,8 @@ class Worker:
         self.engine.report_leaks()
 
     def _is_busy(self) -> bool:
-        return bool(self.agent.in_flight or self.agent.dispatch.active or self.refs.pending)
+        agent, tasks = self.agent, self.part(EventLoop).active
+        return bool(agent.in_flight or agent.dispatch.active or tasks or self.refs.pending)
 
 
 wrap_checkpoints()

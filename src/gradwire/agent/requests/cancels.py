@@ -72,6 +72,8 @@ class Cancels:
         """Mark inbound requests as cancelled, and cancel the requests that were made for them."""
         for inbound in inbound_requests:
             inbound.cancelled = why
+            if (ends := inbound.on_cancelled) is not None:
+                ends(why)
             self._events.note("cancel", CallId(inbound.worker, inbound.request), inbound.worker)
         self._cancel(self._requests.made_for(set(inbound_requests)), why)
 

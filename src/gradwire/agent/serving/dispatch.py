@@ -59,10 +59,12 @@ class Source(msgspec.Struct, eq=False):
     is_kept: bool = False  # whether the caller has a reference to the result: it is not cancelled
     about: object = None  # the latency key of the message, which names what runs
     began: float = 0.0  # when its handler was entered, on the clock of `time.monotonic`; 0: queued
+    on_cancelled: Callable[[str], None] | None = None
+    # ends what goes on for it in the event loop; it must not block
 
 
 Payload = memoryview | None
-Handler = Callable[[M, Payload, Source], None]
+Handler = Callable[[M, Payload, Source], object]
 OnError = Callable[[Source, BaseException], None]
 
 
@@ -91,7 +93,7 @@ class LatencyEstimate:
 class Registered(NamedTuple):
     """The handler of a message type; see `Dispatch.handle`."""
 
-    handler: Callable[[Message, Payload, Source], None]
+    handler: Callable[[Message, Payload, Source], object]
     pool: ElasticPool | None  # that of its lane; None for the control lane
     latency_key: Callable[[Message], Hashable]
     refuse: Callable[[Message, Source], None]
@@ -138,6 +140,8 @@ class Dispatch:
         """whether this process was forked from the worker"""
         self.inbound_requests: set[Source] = set()
         """those in the user lane that are queued or run; all but kept ones can be cancelled"""
+        self.outlasting: set[Source] = set()
+        """those of them that go on in the event loop when their handler has returned"""
         self.served = Ends()
         """how the calls of peers have ended"""
         self.user = ElasticPool(f"gradwire {name} user", options.threads)
@@ -204,8 +208,8 @@ class Dispatch:
 
     def inbound_on(self, channel: Channel) -> list[Source]:
         """The requests in the user lane that came by a channel, are not over, and not kept."""
-        known = [inbound for inbound in list(self.inbound_requests) if inbound.channel is channel]
-        return [inbound for inbound in known if not inbound.is_kept]
+        unended = {*list(self.inbound_requests), *list(self.outlasting)}
+        return [each for each in unended if each.channel is channel and not each.is_kept]
 
     def _run(
         self,

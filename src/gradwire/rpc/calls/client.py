@@ -32,14 +32,8 @@ from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior, Translated
 from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.calls.futures import Environment, Future, PendingResult, ResultOrError
-from gradwire.rpc.codec.body import (
-    BodyCodec,
-    DecodedBody,
-    EncodedBody,
-    Taken,
-    cut_tensors,
-    depth_of,
-)
+from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, Taken, cut_tensors
+from gradwire.rpc.codec.body import depth_of as depth_of_value
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
 from gradwire.rpc.profiling import call_name, fetch_span
@@ -67,6 +61,8 @@ class Target(msgspec.Struct, frozen=True):
     """replaces the name in errors and warnings, if set"""
     device_map: dict[str, str] | None = None
     """on which devices of the callee tensors arrive, for this call"""
+    wrap: Callable[[Call], Message] | None = None
+    """of a method of an actor: puts the call into the message that is sent"""
     opened: Callable[[Any], object] | None = None
     """makes what the future of this call has of what it was answered with"""
     encode: Callable[..., EncodedBody] = BodyCodec.encode
@@ -216,15 +212,15 @@ class Calls:
 
     def lift_above(self, value: object) -> None:
         """Raise this thread's sequence numbers above the depth of another thread's value."""
-        lift_this_thread(depth_of(value))
+        lift_this_thread(depth_of_value(value))
 
     @_profiled("remote")
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:
         """Run a function on a peer that keeps the result; a reference to it."""
-        here = to == self._agent.directory.me.id
-        sent = SentCall(to, "", 0.0, deadline, Promise())
+        sent, refs = SentCall(to, "", 0.0, deadline, Promise()), self._refs
         try:
-            handle = sent.handle = self._refs.keep_here() if here else self._refs.keep_elsewhere(to)
+            here = to == self._agent.directory.me.id
+            handle = sent.handle = refs.keep_here() if here else refs.keep_elsewhere(to)
             self._send_unawaited(sent, target)
             if handle.fork is not None:
                 sent.promise.on_settled(partial(self._refs.creation_ended, handle.fork))
@@ -327,7 +323,7 @@ class Calls:
         call = Call(name, body, context, grad or not carries, inference, *rest)
         if (observer := agent.events.observer) is not None:
             call = observer.call_leaves(sent, call)
-        agent.issue(sent, call, payload)
+        agent.issue(sent, call if target.wrap is None else target.wrap(call), payload)
         sent.packed = None
         if body.released:
             self._engine.releases.rode(to, body.released)

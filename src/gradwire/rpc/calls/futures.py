@@ -8,7 +8,6 @@ be awaited.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import traceback
@@ -32,6 +31,7 @@ from gradwire.current import get_current
 from gradwire.errors import ArgumentTypeError, Cancelled, RemoteError, UsageError, WaitTimeout
 from gradwire.ids import WorkerId
 from gradwire.rpc.calls.completions import Completions
+from gradwire.rpc.calls.in_loop import settled_in_loop
 from gradwire.rpc.codec.body import DecodedBody, depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
@@ -358,19 +358,7 @@ class Future(torch.futures.Future[T]):
         self.set_result(result)
 
     def __await__(self) -> Generator[Any, None, T]:
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-
-        def tell() -> None:
-            if not done.done():
-                done.set_result(None)
-
-        def settled(_: object) -> None:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(tell)
-
-        self._promise.on_settled(settled)
-        yield from done
+        yield from settled_in_loop(self._promise)
         return self.wait()
 
     def _in_scope(self, callback: Callable[[Future[T]], S]) -> DecodedBody:

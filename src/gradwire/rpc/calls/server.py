@@ -1,6 +1,6 @@
 """A call, on the worker that runs the function: decode, run, encode, answer.
 
-_serve   answers with the result of the function; if it is marked async_execution, with the result
+serve    answers with the result of the function; if it is marked async_execution, with the result
          of the future that it returned
 _keep    keeps the result here instead, for holders of a reference to it
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -24,15 +25,15 @@ from gradwire.agent.requests.timer import Clock, ShortenedDeadline
 from gradwire.agent.serving.dispatch import Lane, Payload, Source
 from gradwire.agent.serving.peer_limits import one_more
 from gradwire.agent.serving.thread_pool import Job
-from gradwire.autograd.api import check_scalar_root
+from gradwire.autograd.api import check_scalar_root, checked_tensor
 from gradwire.autograd.modes import in_modes
 from gradwire.autograd.scope import stay_in
 from gradwire.current import get_current, reset_current, set_current
-from gradwire.errors import BadMessage, GradwireError, NotExposed, UsageError
+from gradwire.errors import BadMessage, GradwireError, NotExposed
 from gradwire.events import Add
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
 from gradwire.rpc.codec.body import BodyCodec, tensors_in
-from gradwire.rpc.expose.async_execution import LATER, Later, later_of, result_of
+from gradwire.rpc.expose.async_execution import LATER, Later, later_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady
 from gradwire.rpc.profiling import function_span
@@ -119,13 +120,16 @@ class CallServer:
         self._engine, self._refs, self._behavior = worker.engine, worker.refs, worker.behavior
         self._bodies, self._registry, self._generators = bodies, registry, worker.generators
         self._scope_for, self._served = partial(CallScope, worker), agent.dispatch.served
+        self.begin_task: Callable[..., Later] | None = None
+        """runs the coroutines of `async def` functions; see event_loop.py"""
         self.around: Callable[..., object] | None = None
         """runs the functions that come with their calls; it gets each with its arguments"""
-        agent.handle(Call, self._serve, Lane.USER, attrgetter("function"), self._cancelled)
+        agent.handle(Call, self.serve, Lane.USER, attrgetter("function"), self.cancelled)
         agent.handle(Fetch, self._serve_fetch, Lane.USER)
         agent.handle(BackwardFrom, self._serve_backward, Lane.USER)
 
-    def _serve(self, call: Call, payload: Payload, source: Source) -> None:
+    def serve(self, call: Call, payload: Payload, source: Source) -> Later | None:
+        """Run a call and answer it; Later, if it is not over."""
         deadline = self._agent.clock.now() + call.seconds
         if call.body.released:
             self._engine.releases.heard(call.body.released, source.worker)
@@ -134,7 +138,7 @@ class CallServer:
             deadline = ShortenedDeadline(deadline, call.depth, call.room, call.seconds)
         if call.keep is not None:
             self._keep(call, call.keep, payload, source, deadline)
-            return
+            return None
         references = call.body.references
         try:
             value = self._run(call, payload, source, deadline)
@@ -148,14 +152,15 @@ class CallServer:
                 self._refs.piggybacked.send_separately(references)
             answer = partial(self._answer_content, source, call.context, deadline, references)
             self._when_done(value, source, partial(self._answer_on_pool, source, answer))
-            return
+            return value
         one_more(self._served.answered, source.worker)
         if references:
             self._answer_content(source, call.context, deadline, references, Value(value))
         elif not source.cancelled:
             self._answer_value(source, value, call.context, deadline, ())
+        return None
 
-    def _cancelled(self, call: Call, source: Source) -> None:
+    def cancelled(self, call: Call, source: Source) -> None:
         """Nobody waits for the answer any more, and it has not begun."""
         one_more(self._served.cancelled, source.worker)
         self._refuse(call, source)
@@ -274,10 +279,13 @@ class CallServer:
             function = self._registry.lookup(name)
         if is_profiled():
             with function_span(name):
-                return result_of(function, *args, **kwargs)
-        value = function(*args, **kwargs)
+                value = function(*args, **kwargs)
+        else:
+            value = function(*args, **kwargs)
         if self._agent.dispatch.is_forked:  # before anything is answered: locks may be held
             leave_fork(None)
+        if type(value) is CoroutineType and self.begin_task is not None:
+            return self.begin_task(call, value, source, deadline)
         return later_of(function, value) if hasattr(function, LATER) else value
 
     def _when_done(self, later: Later, source: Source, use: Use) -> None:
@@ -411,12 +419,3 @@ def _handed_over(job: Job, record: Add, call: CallId, me: WorkerId, clock: Clock
     began = clock.now()
     job()
     record("handed over", began, call, me)
-
-
-def checked_tensor(value: object) -> torch.Tensor:
-    """The value of a reference, if it is a tensor, at which backward can begin."""
-    if not isinstance(value, torch.Tensor):
-        raise UsageError(
-            f"RRef should contain a tensor for .backward(), but holds a {type(value).__name__}"
-        )
-    return value

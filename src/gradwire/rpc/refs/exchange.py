@@ -203,6 +203,13 @@ class RefServer:
         agent.handle(QueryFork, self._serve_expected, Lane.SERVICE)
         agent.kinds.add(Counted)
 
+    def maybe_handle(self, ref: RefId) -> RefHandle | None:
+        """A new handle on a value of this worker; None if its last reference is gone."""
+        me = self._agent.directory.myself
+        with self._lock:
+            is_there = self._table.owned.maybe_another(ref)
+        return RefHandle(ref, me.id, None, me.incarnation) if is_there else None
+
     def _serve_fork(self, message: Fork, _: Payload, source: Source) -> None:
         self._check_limit(source.worker)
         with self._lock:

@@ -91,6 +91,14 @@ class Owned:
         """A new value of this worker, with one handle."""
         self.values[ref] = _OwnedValue(handles=1)
 
+    def maybe_another(self, ref: RefId) -> bool:
+        """One more handle on a value of this worker, if it is still there."""
+        value = self.values.get(ref)
+        if value is None or value.is_gone:
+            return False
+        value.handles += 1
+        return True
+
     def passed_on(self, ref: RefId, child: ForkId, to: WorkerId) -> None:
         """This worker passes it on in a new fork; PeerLost if the value will never be created."""
         value = self.values.get(ref)
