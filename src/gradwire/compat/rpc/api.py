@@ -48,7 +48,7 @@ from gradwire.errors import DeadlinePassed, GradwireError, PeerError
 from gradwire.options import FOREVER
 from gradwire.rpc.api import keywords, of_sequence
 from gradwire.rpc.calls.client import Target
-from gradwire.rpc.codec.body import tensors_in
+from gradwire.rpc.codec.tensors_of import tensors_in
 from gradwire.rpc.expose.async_execution import LATER
 from gradwire.rpc.groups.all_gather_state import Rounds
 from gradwire.rpc.worker import Worker

@@ -33,7 +33,7 @@ from gradwire.rpc.behavior import Behavior, Translated
 from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.calls.futures import Environment, Future, PendingResult, ResultOrError
 from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, Taken, cut_tensors
-from gradwire.rpc.codec.body import depth_of as depth_of_value
+from gradwire.rpc.codec.tensors_of import depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
 from gradwire.rpc.profiling import call_name, fetch_span
@@ -212,7 +212,7 @@ class Calls:
 
     def lift_above(self, value: object) -> None:
         """Raise this thread's sequence numbers above the depth of another thread's value."""
-        lift_this_thread(depth_of_value(value))
+        lift_this_thread(depth_of(value))
 
     @_profiled("remote")
     def remote(self, to: WorkerId, target: Target, deadline: float) -> Created:

@@ -32,7 +32,8 @@ from gradwire.errors import ArgumentTypeError, Cancelled, RemoteError, UsageErro
 from gradwire.ids import WorkerId
 from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.calls.in_loop import settled_in_loop
-from gradwire.rpc.codec.body import DecodedBody, depth_of
+from gradwire.rpc.codec.body import DecodedBody
+from gradwire.rpc.codec.tensors_of import depth_of
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.recompute.checkpoint_run import CheckpointRun
 from gradwire.rpc.recompute.left_open import end_left_open, opened

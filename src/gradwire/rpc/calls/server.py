@@ -32,7 +32,8 @@ from gradwire.current import get_current, reset_current, set_current
 from gradwire.errors import BadMessage, GradwireError, NotExposed
 from gradwire.events import Add
 from gradwire.ids import CallId, ContextId, ForkId, WorkerId
-from gradwire.rpc.codec.body import BodyCodec, tensors_in
+from gradwire.rpc.codec.body import BodyCodec
+from gradwire.rpc.codec.tensors_of import tensors_in
 from gradwire.rpc.expose.async_execution import LATER, Later, later_of
 from gradwire.rpc.expose.registry import Registry
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Reference, Result, ValueReady

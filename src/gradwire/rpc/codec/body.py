@@ -12,7 +12,7 @@ left to the codec, which walks into containers and raises errors about what a pe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, final
@@ -25,18 +25,17 @@ from torch.nn import Parameter
 from gradwire.agent.devices.maps import DeviceMap
 from gradwire.agent.devices.own import Handoff
 from gradwire.autograd.engine import Engine
-from gradwire.autograd.graph.walk import origin_of
 from gradwire.autograd.messages import Crossing
 from gradwire.errors import NotSerializable
 from gradwire.ids import ContextId, WorkerId
 from gradwire.rpc.behavior import Behavior
 from gradwire.rpc.codec.codec import Codec, from_msgpack, malformed, to_msgpack
 from gradwire.rpc.codec.pickle_codec import PickleCodec
-from gradwire.rpc.codec.transforms import check_not_transformed
 from gradwire.rpc.codec.walk import AS_THEY_ARE, LEAVES, Node, Place, Tag
 from gradwire.rpc.messages import Body, Reference
 from gradwire.rpc.refs.message_refs import MessageRefs
 from gradwire.rpc.refs.refs import Refs
+from gradwire.torch_private import has_tangent, is_inside_transform, wrapped_by_transform
 from gradwire.wire.message import Buffer
 from gradwire.wire.tensor import (
     REQUIRES_GRAD,
@@ -210,7 +209,7 @@ class BodyCodec:
     ) -> EncodedBody:
         if not tensors:
             return EncodedBody(Body(data, [], [], references, self._riding_to(to)), ())
-        check_not_transformed(tensors)
+        _check_not_transformed(tensors)
         began = 0.0 if (record := self._events.record) is None else self._events.now()
         is_call = place != "result"  # for a result there is no line of the user's program
         if device_map is None and are_on_cpu(tensors):
@@ -339,6 +338,24 @@ class BodyCodec:
             return decode()
 
 
+def _check_not_transformed(tensors: Sequence[Tensor]) -> None:
+    """NotSerializable for wrappers of torch.func and for tangents. hot: each message with tensors
+
+    The memory of a wrapper does not hold its values: a functionalized one's is garbage.
+    """
+    if is_inside_transform() and (wrapped := wrapped_by_transform(tensors)) is not None:
+        raise NotSerializable(
+            "a tensor inside a torch.func transform (vmap, grad, …) cannot be serialized",
+            place=f"tensors[{wrapped}]",
+            hint="use the transform inside the function that is called, not around the call",
+        )
+    if has_tangent(tensors):
+        raise NotSerializable(
+            "a tensor with a forward-mode tangent, which does not cross workers",
+            hint="differentiate in reverse, or leave dual_level() before the call",
+        )
+
+
 def cut_tensors(headers: Sequence[TensorHeader], crossings: Sequence[Crossing]) -> list[int]:
     """The indices of tensors that require grad and that no edge records. hot: each message"""
     if len(headers) == len(crossings) == 1 or not any(map(_flags_of, headers)):
@@ -411,22 +428,3 @@ def maybe_value(node: object, tensors: Sequence[Tensor]) -> object:
     if is_call:
         return tuple(values), {}
     return tuple(values) if is_tuple else values[0]
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in a value, inside plain containers too."""
-    match value:
-        case Tensor():
-            yield value
-        case list() | tuple():
-            for item in value:
-                yield from tensors_in(item)
-        case dict():
-            yield from tensors_in(list(value.values()))
-        case _:
-            pass
-
-
-def depth_of(value: object) -> int:
-    """The depth of the tensors in a value, above which its next thread must make nodes."""
-    return origin_of(tensor.grad_fn for tensor in tensors_in(value)).depth
