@@ -62,6 +62,7 @@ ELSEWHERE = {
         f"{GUIDE}seeing.md",
         "gradwire.errors.CallTimeout: w1 did not answer w0#4 (train.load) within 5 s",
     ): "seeing/test_story.py",
+    (f"{GUIDE}interactive.md", None): "test_notebook.py",
     (f"{GUIDE}seeing.md", "import gradwire"): "seeing/test_metrics_guide.py",
     (
         "docs/concepts/membership.md",
@@ -295,6 +296,8 @@ SCRIPTS = {
     (f"{GUIDE}getting-started.md", 'gradwire.init_rpc(f"w{rank}", rank=rank, world_size=3)'): 3,
     (f"{GUIDE}gpus.md", "from gradwire.testing.pretend import streams"): 1,
     ("docs/reference.md", ">>> def main(x):"): 1,
+    ("docs/reference.md", ">>> with gradwire.workers(3) as names:"): 1,
+    ("docs/reference.md", ">>> names = gradwire.start(3)"): 1,
 }
 """blocks that are programs of their own, and how many processes run them"""
 

@@ -124,10 +124,26 @@ def test_what_is_between_a_process_and_its_children_is_for_the_launcher_only():
     assert users == {"launch/child.py", "launch/fork_server.py", "rpc/codec/pickle_codec.py"}
 
 
+def test_code_by_value_is_between_a_process_and_its_children():
+    calls = re.compile(r"\b(?:loads|dumps)_with_code\(")
+    users = {spoken(path) for path in FILES if calls.search(path.read_text())}
+
+    assert users == {"launch/definitions.py", "launch/received.py", "rpc/codec/pickle_codec.py"}
+    assert [spoken(p) for p in FILES if "gradwire.launch.received" in imports(p)] == [
+        "launch/child.py", "launch/crew.py", "launch/definitions.py"
+    ]  # fmt: skip
+
+
 def test_what_unpickles_is_reached_by_the_launcher_only():
     users = [spoken(p) for p in FILES if "gradwire.launch.child" in imports(p)]
 
-    assert users == ["launch/run.py", "ray/run.py", "ray/seat.py", "ray/supervisor.py"]
+    assert users == [
+        "launch/crew.py",
+        "launch/run.py",
+        "ray/run.py",
+        "ray/seat.py",
+        "ray/supervisor.py",
+    ]
 
 
 def test_no_file_is_a_drawer_for_everything():

@@ -31,6 +31,7 @@ from gradwire.errors import (
     UsageError,
     WaitTimeout,
 )
+from gradwire.launch.interactive import start, stop, workers
 from gradwire.launch.run import run
 from gradwire.nn.remote_module import RemoteModule
 from gradwire.optim.clip import clip_grad_norm_
@@ -76,6 +77,9 @@ __version__ = "0.1.0.dev0"
 __all__ = [  # in the order one learns them
     # begin and end
     "run",
+    "workers",
+    "start",
+    "stop",
     "init_rpc",
     "shutdown",
     "Options",

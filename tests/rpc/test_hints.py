@@ -378,7 +378,10 @@ def test_a_program_without_a_file_is_told_to_have_one(arguments, given, where):
         f"gradwire.errors.UsageError: run() was called for a program {where}: its "
         "workers cannot import it"
     )
-    assert hint == "hint: write it to a file, and run that: python program.py"
+    assert hint == (
+        "hint: write it to a file, and run that: python program.py; or start workers that are "
+        "sent what is defined here: with gradwire.workers(2) as names"
+    )
 
 
 class Far(torch.utils.data.Dataset):

@@ -19,11 +19,13 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 import msgspec
@@ -33,6 +35,7 @@ from gradwire.agent.remote_errors import describe
 from gradwire.current import current_worker
 from gradwire.errors import DeadlinePassed, UsageError
 from gradwire.launch.named_output import named_output
+from gradwire.launch.received import Receiver, receive
 from gradwire.launch.supervise_state import CALLER
 from gradwire.options import FOREVER, Options
 from gradwire.rpc.api import Names, default_name, init_rpc, shutdown
@@ -44,7 +47,8 @@ from gradwire.seeing.trace import traced_if_asked
 
 _log = logging.getLogger("gradwire")
 
-BEGUN, JOINED, RETURNED, FAILED, LEFT = "begun", "joined", "returned", "failed", "left"
+BEGUN, PREPARED, JOINED = "begun", "prepared", "joined"
+RETURNED, FAILED, LEFT = "returned", "failed", "left"
 ARGUMENTS = "arguments"  # the file with the function, its arguments, and what is exposed
 SECRET = "secret"  # the file with the secret of the run, unless its options name one
 _LOOK_AGAIN_SECONDS = 1.0
@@ -63,6 +67,8 @@ class WorkerSpec:
     """whether workers that die are restarted"""
     page: bool = False
     """whether the worker that runs the function serves a page"""
+    gets_code: bool = False
+    """whether the parent sends it functions and classes; see launch/received.py"""
 
     @property
     def returned(self) -> Path:
@@ -116,12 +122,13 @@ def _socket(directory: Path, rank: int, suffix: str = "") -> str:
 
 def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     """Run one worker, from start to exit."""
-    prepare(pipe, parent, spec.directory)
+    heard: SimpleQueue[bytes] = SimpleQueue()
+    prepare(pipe, parent, spec.directory, heard.put)
     pipe.send_bytes(BEGUN.encode())
     me = os.getpid()
     try:
         with named_output(spec.name, spec.rank, spec.options.output):
-            _work(pipe, spec)
+            _work(pipe, spec, heard)
     except BaseException as error:  # reported to the parent, whatever it is
         if os.getpid() != me:  # a process that the function has forked: not a worker
             raise
@@ -134,25 +141,36 @@ def main(pipe: Connection, parent: int, spec: WorkerSpec) -> None:
     pipe.send_bytes(LEFT.encode())
 
 
-def prepare(pipe: Connection, parent: int, directory: Path | None = None) -> None:
+def prepare(
+    pipe: Connection,
+    parent: int,
+    directory: Path | None = None,
+    heard: Callable[[bytes], None] = lambda _: None,
+) -> None:
     """Watch the parent, ignore Ctrl-C, and flush output after each line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which `ProcessGroup` has blocked
-    watch = partial(_end_with_parent, pipe, parent, directory)
+    watch = partial(_end_with_parent, pipe, parent, directory, heard)
     threads.thread(name="gradwire parent watch", target=watch).start()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
 
 
-def _work(pipe: Connection, spec: WorkerSpec) -> None:
+def _work(pipe: Connection, spec: WorkerSpec, heard: SimpleQueue[bytes]) -> None:
     fn, args, expose = unpickled(
         (spec.directory / ARGUMENTS).read_bytes(),
         "what run() was given",
         hint="fn, args and expose must come from the script or from modules that a new process can "
         "import, not from a notebook or a prompt",
     )
+    if spec.gets_code:
+        pipe.send_bytes(PREPARED.encode())
     init_rpc(spec.name, spec.rank, spec.world_size, spec.options, expose=expose)
+    worker = cast(Worker, current_worker.find())
+    if spec.gets_code:
+        target = partial(receive, heard, Receiver(worker, spec.directory), partial(_say, pipe))
+        threads.thread(name="gradwire definitions", target=target).start()
     pipe.send_bytes(JOINED.encode())
     if not gc.get_freeze_count():  # else this is a fork of a process that has done it
         # torch has made 170 000 objects, which every full collection would visit: 0.1 s for each,
@@ -162,17 +180,22 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
     if spec.rank != CALLER:
         # Serve until the function has returned, even if w0 dies and is restarted. A worker that is
         # restarted after all others left finds the file with the value.
-        worker, is_over = cast(Worker, current_worker.find()), not spec.may_restart
+        is_over = not spec.may_restart
         while not is_over:
             is_over = worker.serve_until_over(CALLER, _LOOK_AGAIN_SECONDS) or spec.returned.exists()
         shutdown(timeout=FOREVER)  # the parent gives up sooner
         return
-    if not spec.returned.exists():  # else an earlier incarnation died after the call
+    _call(pipe, spec, partial(fn, *args))
+
+
+def _call(pipe: Connection, spec: WorkerSpec, fn: Callable[[], object]) -> None:
+    """Call the function of the run, unless an earlier incarnation has; then leave."""
+    if not spec.returned.exists():
         me = os.getpid()
         if spec.page:
             serve_page()
         with traced_if_asked():
-            value = fn(*args)
+            value = fn()
         if os.getpid() != me:  # a process that it has forked: its value is not that of the run
             sys.exit(0)
         what = f"what the function returned (a {type(value).__name__})"
@@ -191,11 +214,18 @@ def _work(pipe: Connection, spec: WorkerSpec) -> None:
         _log.warning("%s", error.message)
 
 
-def _end_with_parent(pipe: Connection, parent: int, directory: Path | None) -> None:
+def _say(pipe: Connection, word: str) -> None:
+    with suppress(OSError):  # the parent is gone, and soon this process
+        pipe.send_bytes(word.encode())
+
+
+def _end_with_parent(
+    pipe: Connection, parent: int, directory: Path | None, heard: Callable[[bytes], None]
+) -> None:
     """End this process when its parent ends, and remove the directory.
 
     The end of the pipe tells. A process forked by the parent may hold a copy of its end, so the
-    parent's process id is polled too. Nothing is sent through the pipe to this process.
+    parent's process id is polled too. What the parent says through the pipe goes to `heard`.
 
     A fork's parent is its server. If only that has ended, others still need the directory.
     """
@@ -203,7 +233,7 @@ def _end_with_parent(pipe: Connection, parent: int, directory: Path | None) -> N
     with suppress(EOFError, OSError):
         while os.getppid() == parent:
             if pipe.poll(_LOOK_AGAIN_SECONDS):
-                pipe.recv_bytes()
+                heard(pipe.recv_bytes())
         is_over = program is None or program.pid == parent or pipe.poll()
     if directory is not None and is_over:
         shutil.rmtree(directory, ignore_errors=True)

@@ -49,6 +49,7 @@ threads = len(os.listdir("/proc/self/task")) - others
 from gradwire.launch.fork_server import main
 main({socket}, {program}, {tracker}, threads)
 """
+_OF_MAIN = ("init_main_from_name", "init_main_from_path")
 _END_SECONDS = 5.0
 _STATUS_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 1.0
@@ -218,9 +219,13 @@ class ForkServer:
         return _News(kind), pid, detail, descriptors[0] if descriptors else -1
 
 
-def told(name: str, main: Callable[..., None], args: tuple[object, ...]) -> bytes:
+def told(
+    name: str, main: Callable[..., None], args: tuple[object, ...], *, imports_main: bool = True
+) -> bytes:
     """What a fork reads first: how to be a process of this program, and what to call."""
     data = spawn.get_preparation_data(name)
+    for key in () if imports_main else _OF_MAIN:
+        data.pop(key, None)
     data["authkey"] = bytes(data["authkey"])  # its own class refuses to be pickled
     program = multiprocessing.current_process().name, os.getpid()
     return dumps((program, data, dumps((main, args))))
@@ -228,6 +233,13 @@ def told(name: str, main: Callable[..., None], args: tuple[object, ...]) -> byte
 
 def _is_readable(descriptor: int, seconds: float) -> bool:
     return bool(_ready([descriptor], seconds))
+
+
+def is_writable(descriptor: int) -> bool:
+    """Whether there is room for a short message."""
+    room = select.poll()
+    room.register(descriptor, select.POLLOUT)
+    return bool(room.poll(0))
 
 
 def _ready(descriptors: Iterable[int], seconds: float) -> list[int]:

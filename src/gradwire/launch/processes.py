@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from operator import methodcaller
+from types import ModuleType
 from typing import Literal, NamedTuple, TypeVarTuple, final
 
 from gradwire.errors import UsageError
@@ -23,6 +25,7 @@ from gradwire.launch.fork_server import (
     CannotFork,
     ForkedProcess,
     ForkServer,
+    is_writable,
     no_interrupt_from_terminal,
     told,
 )
@@ -58,10 +61,13 @@ class ProcessGroup:
         method: StartMethod = "spawn",
         start_seconds: float = 60.0,
         waiting: Callable[[], None] = lambda: None,  # now and then while the server starts
+        *,
+        imports_main: bool = True,
     ) -> None:
         if method not in METHODS:
             raise UsageError(f"run(start_method={method!r}) is none of {', '.join(METHODS)}")
         self._method, self._start_seconds, self._waiting = method, start_seconds, waiting
+        self._imports_main = imports_main
         self._server: ForkServer | None = None
         self._started = 0
         self._children: dict[int, tuple[_Process, Connection]] = {}
@@ -99,7 +105,7 @@ class ProcessGroup:
             ours.close()
             raise
         with suppress(BrokenPipeError):  # it has died; its status says how
-            ours.send_bytes(told(name, main, args))
+            ours.send_bytes(told(name, main, args, imports_main=self._imports_main))
 
     def _start_new(
         self, number: int, name: str, main: Callable[..., None], args: tuple[object, ...]
@@ -110,7 +116,8 @@ class ProcessGroup:
         self._children[number] = process, ours
         # Starting the tracker, which the first process does, would unblock SIGINT again.
         resource_tracker.ensure_running()
-        with no_interrupt_from_terminal(), theirs:
+        without_script = nullcontext() if self._imports_main else _without_main()
+        with no_interrupt_from_terminal(), theirs, without_script:
             process.start()
 
     def pid(self, number: int) -> int:
@@ -118,6 +125,33 @@ class ProcessGroup:
         pid = self._children[number][0].pid
         assert pid is not None
         return pid
+
+    def tell(self, number: int, message: bytes) -> bool:
+        """Send a short message to a process; False if it is gone, or has not read the last ones.
+
+        From one thread at a time, which may be another than that of `events`.
+        """
+        if number not in self._children:
+            return False
+        _, pipe = self._children[number]
+        try:
+            if not is_writable(pipe.fileno()):
+                return False
+            pipe.send_bytes(message)
+        except OSError:  # it has ended
+            return False
+        return True
+
+    def terminate(self) -> None:
+        """Send SIGTERM to every process. From any thread."""
+        for process, _ in list(self._children.values()):
+            with suppress(OSError, ValueError):  # its end was seen at this moment
+                process.terminate()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every process has ended."""
+        return not self._children
 
     def events(self, seconds: float) -> list[ProcessEvent]:
         """Wait for events for at most `seconds`; returns those that happened."""
@@ -169,6 +203,17 @@ class ProcessGroup:
             # Not join alone: see `events` on sentinels that grandchildren hold.
             while process.exitcode is None and (left := deadline - time.monotonic()) > 0:
                 process.join(min(left, 0.1))
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A process that multiprocessing spawns in the block does not import the program's script."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _is_alive(process: _Process) -> bool:

@@ -203,13 +203,16 @@ def _note(state: RunState, spec: WorkerSpec, word: str, line: StartupLine) -> No
 
 
 def check_arguments(
-    world_size: int, options: Options, timeout: float | None, restarts: int = 0
+    world_size: int, options: Options, timeout: float | None, restarts: int = 0, who: str = "run"
 ) -> None:
-    """Raise UsageError for invalid arguments of run()."""
+    """Raise UsageError for invalid arguments of run(), or of another function like it."""
     if type(restarts) is not int or not 0 <= restarts <= LAST_INCARNATION:
-        raise UsageError(f"run(restarts={restarts!r}) is not a number from 0 to {LAST_INCARNATION}")
+        raise UsageError(
+            f"{who}(restarts={restarts!r}) is not a number from 0 to {LAST_INCARNATION}"
+        )
     if type(world_size) is not int or world_size < 1:
-        raise UsageError(f"run() needs at least one worker, not world_size={world_size!r}")
+        size = "world_size" if who == "run" else "count"
+        raise UsageError(f"{who}() needs at least one worker, not {size}={world_size!r}")
     if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
         raise UsageError(
             f"run(timeout={timeout!r}) is not a positive, finite number of seconds",
@@ -217,10 +220,10 @@ def check_arguments(
         )
     in_place.check_closed(options)
     if options.incarnation:
-        raise UsageError("run() numbers the incarnations itself", hint="leave incarnation= out")
+        raise UsageError(f"{who}() numbers the incarnations itself", hint="leave incarnation= out")
     if options.init_method != Options().init_method:
         raise UsageError(
-            f"run() makes its own rendezvous, and cannot use {options.init_method}",
+            f"{who}() makes its own rendezvous, and cannot use {options.init_method}",
             hint="leave init_method out, or start each worker yourself with init_rpc()",
         )
 
@@ -243,7 +246,8 @@ def check_program(fn: Callable[..., object]) -> None:
         return
     raise UsageError(
         f"run() was called for a program {where}: its workers cannot import it",
-        hint="write it to a file, and run that: python program.py",
+        hint="write it to a file, and run that: python program.py; or start workers that are sent "
+        "what is defined here: with gradwire.workers(2) as names",
     )
 
 

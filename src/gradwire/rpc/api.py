@@ -222,6 +222,8 @@ def rpc_sync(
         except PeerLost as error:
             if not can_repeat(worker, number, func, deadline, error):
                 raise
+            if worker.name_to_call is not None:  # its next incarnation has to get the function
+                target = replace(target, name=worker.name_to_call(func, number, deadline))
 
 
 @overload
@@ -364,11 +366,14 @@ def _prepared(
     if type(args) is not tuple:
         args = positional(args)
     named = {} if kwargs is None else keywords(kwargs)
-    target = Target(name_of(func), args, named)
+    deadline = worker.deadline(timeout)
+    name_to_call = worker.name_to_call
+    name = name_of(func) if name_to_call is None else name_to_call(func, number, deadline)
+    target = Target(name, args, named)
     if device_map is not None:
         maps = checked_map(device_map, worker.directory.name(number))
         target = replace(target, device_map=maps)
-    return worker, number, target, worker.deadline(timeout)
+    return worker, number, target, deadline
 
 
 def _prepared_for_all(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from gradwire.rpc.expose.names import unversioned
 from gradwire.torch_private import span
 
 
@@ -28,4 +29,5 @@ def function_span(function: str) -> AbstractContextManager[Any]:
 
 def plain(function: str) -> str:
     """The name of an exposed function without its module, or of one that comes with its call."""
+    function = unversioned(function)
     return function[1:] if function.startswith("!") else function.rpartition(":")[2].lstrip(".")

@@ -62,6 +62,8 @@ _log = logging.getLogger("gradwire")
 
 T = TypeVar("T")
 Exposed = Iterable[ModuleType | Any]
+NameToCall = Callable[[Callable[..., Any], WorkerId, float], str]
+"""The name of a function for a call to a worker, which is there by a deadline."""
 
 
 class OwnGenerator(NamedTuple):
@@ -86,6 +88,8 @@ class Worker:
 
     has_program = True
     """whether its own program may still run; afterwards it only serves"""
+    name_to_call: NameToCall | None = None
+    """names the functions that this worker calls, if they are sent; see launch/definitions.py"""
 
     def __init__(
         self,
@@ -159,7 +163,7 @@ class Worker:
         bodies = self.bodies = BodyCodec(codec, self.engine, self.refs, behavior)
         maps = options.device_maps
         self.calls = Calls(agent, self.engine, self.refs, bodies, behavior, maps)
-        self.server = CallServer(self, bodies, registry)
+        self.registry, self.server = registry, CallServer(self, bodies, registry)
         if not behavior.pickle:
             self.server.begin_task = self.part(EventLoop).begin
         for part in (*behavior.parts, *_served_everywhere):

@@ -945,3 +945,12 @@ def test_only_listed_names_are_remembered(bare):
         with pytest.raises(NotExposed):
             bare.lookup(f"torch:sin{n}")
     assert torch_allowlist._maybe_function.cache_info().currsize == before
+
+
+def test_what_main_does_not_define_here_may_be_of_a_prompt():
+    with pytest.raises(
+        NotExposed, match="__main__:no_such is not exposed on this worker"
+    ) as raised:
+        Registry().lookup("__main__:no_such")
+
+    assert "in a notebook, start the workers with gradwire.start()" in str(raised.value)

@@ -34,6 +34,7 @@ from gradwire.rpc.calls.completions import Completions
 from gradwire.rpc.calls.futures import Environment, Future, PendingResult, ResultOrError
 from gradwire.rpc.codec.body import BodyCodec, DecodedBody, EncodedBody, Taken, cut_tensors
 from gradwire.rpc.codec.tensors_of import depth_of
+from gradwire.rpc.expose.names import unversioned
 from gradwire.rpc.graph_cut import warn_of_cut
 from gradwire.rpc.messages import BackwardFrom, Call, Fetch, Kept, Result, ValueReady
 from gradwire.rpc.profiling import call_name, fetch_span
@@ -72,7 +73,7 @@ class Target(msgspec.Struct, frozen=True):
 @lru_cache(1 << 10)
 def display_name(name: str) -> str:
     """The name of a function in errors and warnings."""
-    return name.replace(":", ".").lstrip(".!")
+    return unversioned(name).replace(":", ".").lstrip(".!")
 
 
 class SentCall(Pending, eq=False, kw_only=True):

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from types import FunctionType, ModuleType
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from torch.jit import ScriptModule
 from gradwire.errors import BadMessage, GradwireError, NotSerializable
 from gradwire.rpc.codec.walk import LEAVES, Conversion, Encoded, Place
 from gradwire.rpc.expose.async_execution import LATER, async_execution
-from gradwire.rpc.expose.names import one_main
+from gradwire.rpc.expose.names import is_of_main, one_main
 
 Reducers = Mapping[type, Conversion]
 _ROOT = "__torch__."
@@ -115,6 +115,42 @@ def dumps(value: object) -> bytes:
 def loads(data: bytes) -> Any:  # noqa: ANN401
     """The value that `dumps` pickled. Not for a peer's bytes: see launch/child.py."""
     return pickle.loads(data)
+
+
+class WithCode(NamedTuple):
+    """A value with its code."""
+
+    data: bytes
+    copies: int
+    """how many tensors that require grad are copied, and so cut off from their graph"""
+
+
+def dumps_with_code(value: object) -> WithCode:
+    """Pickle a value for a process that this one starts, with the code that `__main__` defines.
+
+    After it follow the functions and classes of `__main__` that it uses, by their names.
+    """
+    of_main: dict[str, object] = {}
+    copies = 0
+
+    def note(one: object) -> None:
+        nonlocal copies
+        if isinstance(one, Tensor):
+            copies += one.requires_grad
+        elif isinstance(one, FunctionType | type) and is_of_main(one):
+            of_main[one.__qualname__] = one
+
+    file = io.BytesIO()
+    pickler = _code_pickler(file, note)
+    pickler.dump(value)
+    pickler.dump(of_main)  # they are the same objects: it has a memo
+    return WithCode(file.getvalue(), copies)
+
+
+def loads_with_code(data: bytes) -> tuple[Any, dict[str, Any]]:
+    """What `dumps_with_code` pickled. See Note [Code from the parent], launch/received.py."""
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    return unpickler.load(), unpickler.load()
 
 
 class _PlainPickler(pickle.Pickler):
@@ -221,15 +257,20 @@ def _inside(value: object) -> Iterable[object] | None:
 
 def _by_cloudpickle(function: FunctionType, note: Callable[[object], None]) -> bytes:
     """Pickle a function with what it captures; tensors in it are copied."""
+    file = io.BytesIO()
+    _code_pickler(file, note).dump(function)
+    return file.getvalue()
+
+
+def _code_pickler(file: io.BytesIO, note: Callable[[object], None]) -> pickle.Pickler:
+    """One that pickles code too; it notes every object."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, value: object) -> None:
             note(value)
 
-    file = io.BytesIO()
-    Pickler(file).dump(function)
-    return file.getvalue()
+    return cast(pickle.Pickler, Pickler(file))
 
 
 def function_named(name: str) -> Any:  # noqa: ANN401

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from gradwire.rpc.expose import torch_allowlist
 Function = Callable[..., object]
 
 _DEFINE_HINT = "define it with def at module level and expose it"
+_STANDS_FOR = "__gradwire_name__"
+VERSION = "@"
+"""in a name, before the version of a function that was sent by value (launch/received.py)"""
 
 
 def name_of(target: Function) -> str:
@@ -48,10 +52,22 @@ def name_of(target: Function) -> str:
     found = maybe_at(path)
     # Every access to a class method makes a new bound method: equal, never identical.
     if found is not target and not (isinstance(target, MethodType) and found == target):
+        if getattr(target, "__dict__", {}).get(_STANDS_FOR) == name:
+            return name
         raise _elsewhere(name, target, found)
     if is_instance_method(path):
         raise _needs_object(name, f"{name} is a method of objects")
     return name
+
+
+def stand_for(target: object, name: str) -> None:
+    """Let an earlier version of a function or class have this name, though it leads to a later."""
+    setattr(target, _STANDS_FOR, name)
+
+
+def unversioned(name: str) -> str:
+    """The name without its version."""
+    return name.partition(VERSION)[0]
 
 
 def exception_name(kind: type[BaseException]) -> str:
@@ -84,6 +100,12 @@ def _place_of(home: str, qualname: str) -> tuple[str, str]:
 def one_main(home: str) -> str:
     """The module's name, with `__main__` for `__mp_main__`, as spawned workers call the script."""
     return "__main__" if home == "__mp_main__" else home
+
+
+def is_of_main(target: Any) -> bool:  # noqa: ANN401
+    """Whether `__main__` has this function or class under its own name."""
+    is_defined_there = getattr(target, "__module__", None) == "__main__"
+    return is_defined_there and vars(sys.modules["__main__"]).get(target.__qualname__) is target
 
 
 def label(cls: type) -> str:

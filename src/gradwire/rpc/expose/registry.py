@@ -99,6 +99,10 @@ _EXCEPTIONS: Mapping[str, type[BaseException]] = {
 
 _EXPOSE = "@gradwire.expose, or pass expose=[module] to init_rpc/run/cluster on the"
 _FUNCTION_HINT = f"decorate it with {_EXPOSE} callee"
+_MAIN_HINT = (
+    f"{_FUNCTION_HINT}; at a prompt or in a notebook, start the workers with gradwire.start(), "
+    "and what you define there is sent to them"
+)
 _CLASS_HINT = f"decorate the class with {_EXPOSE} owner"
 _OTHERS_HINT = (
     "use it inside a function of yours that is exposed, or pass expose=[it] to "
@@ -133,6 +137,8 @@ class Registry:
     """
 
     def __init__(self, expose: Iterable[types.ModuleType | Function] = ()) -> None:
+        self.name_of: Callable[[Function], str] = name_of
+        """how functions and classes in values are named; see launch/definitions.py"""
         self._given: dict[str, Function] = {}
         self._known: dict[str, tuple[str, str, Function]] = {}
         """module, attribute and function of each name found before, valid while it is there"""
@@ -147,7 +153,13 @@ class Registry:
                 what = f"expose takes modules, functions and classes, not {described(item)}"
                 raise UsageError(what)
 
-    name_of = staticmethod(name_of)
+    def give(self, name: str, function: Function) -> None:
+        """Let peers call it by this name too."""
+        self._given[name] = function
+
+    def take_back(self, name: str) -> None:
+        """They may not call it by this name any more."""
+        self._given.pop(name, None)
 
     def lookup(self, name: str) -> Function:
         """The function or class that peers may call by this name. hot: every call served"""
@@ -161,7 +173,10 @@ class Registry:
         home, _, attribute = name.partition(":")
         if found is None:
             top = home.partition(".")[0]
-            hint = _OTHERS_HINT if _is_foreign(top) and top != "__main__" else _FUNCTION_HINT
+            if top == "__main__":
+                hint = _MAIN_HINT
+            else:
+                hint = _OTHERS_HINT if _is_foreign(top) else _FUNCTION_HINT
             raise NotExposed(f"{_printable(name)} is not exposed on this worker", hint=hint)
         defined: Mapping[str, object] = getattr(sys.modules.get(home), "__dict__", {})
         if defined.get(attribute) is found:
@@ -326,6 +341,11 @@ def _stored(value: object, name: str) -> Function:
         full_name = f"{label(type(value))}.{_printable(name)}"
         raise NotExposed(f"{full_name} is not a method", hint=_WRAP_HINT)
     return stored
+
+
+def mark_exposed(cls: type) -> None:
+    """Let peers use objects of a class, whatever its name leads to now."""
+    setattr(cls, _MARK, True)
 
 
 def _is_marked(target: object) -> bool:
