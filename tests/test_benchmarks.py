@@ -26,6 +26,7 @@ ALONE = {
     "bare": {BARE},
 }
 """Whose numbers they are, if not of both sides."""
+ALONE_IN_A_ROW = {"killed, until it serves again": {GRADWIRE}}  # the other cannot do it
 WORKERS = 2
 """As many as any question needs in a tiny run."""
 
@@ -51,7 +52,8 @@ def test_a_question_has_rows_of_both_sides(question, run):
     assert rows
     for found in rows:
         assert found.question == question
-        assert set(found.sides) == ALONE.get(question, set(SIDES))
+        sides = ALONE_IN_A_ROW.get(found.measure) or ALONE.get(question, set(SIDES))
+        assert set(found.sides) == sides
         for summary in found.sides.values():
             assert summary.count >= 1
             assert math.isfinite(summary.median)

@@ -53,8 +53,12 @@ def refusal(function, *args, kind=NotSerializable):
 # -- functions that return what cannot be serialized
 
 
-async def coroutine(x):
+async def answers(x):
     return x
+
+
+def coroutine(x):
+    return answers(x)
 
 
 def generator(x):
@@ -103,7 +107,6 @@ ASYNC = "@gradwire.async_execution"
 @pytest.mark.parametrize(
     ("function", "text", "advice"),
     [
-        (coroutine, "the coroutine of an `async def` function cannot be serialized", ASYNC),
         (generator, "a generator cannot be serialized", "a list of what it yields"),
         (async_generator, "a generator cannot be serialized", "a list of what it yields"),
         (promised, "a future cannot be serialized", ASYNC),
@@ -125,6 +128,10 @@ def test_a_function_that_returns_what_does_not_travel(workers, function, text, a
     assert error.message == f"result: {text}"
     assert advice in error.hint
     assert "register_codec" not in error.hint
+
+
+def test_a_function_may_return_the_coroutine_of_another(workers):
+    assert gw.rpc_sync("w1", coroutine, (1,)) == 1
 
 
 def test_a_function_that_answers_later_may_return_a_future(workers):
