@@ -544,18 +544,3 @@ def test_an_order_and_its_strides_tell_the_same(shape, data):
     strides = tuple(strides_of(shape, order))
 
     assert strides_of(shape, order_of(shape, strides)) == list(strides)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_tensors_of_an_accelerator_arrive_on_the_same_device():
-    device = f"{torch.accelerator.current_accelerator()}:0"
-    sent = [torch.arange(6.0, device=device).reshape(2, 3).t(), torch.empty(0, device=device)]
-    sparse = torch.eye(3, device=device).to_sparse()
-
-    *dense, got = crossed(*sent, sparse)
-
-    for tensor, there in zip(sent, dense, strict=True):
-        assert_arrived(tensor, there)
-    assert got.device == sparse.device
-    assert got.to_dense().tolist() == sparse.to_dense().tolist()
